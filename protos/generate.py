@@ -1,0 +1,52 @@
+"""Generates shared/pb from the .proto files beside this script: `make protos`.
+
+The stubs are checked in; `--check` regenerates them elsewhere and fails on a difference.
+"""
+
+import filecmp
+import re
+import sys
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+from grpc_tools import protoc
+
+HERE = Path(__file__).parent
+STUBS = HERE.parent / "shared" / "pb"
+
+
+def generate(target: Path) -> None:
+    """Writes the stubs into the folder `target`, without the package path of the protos.
+
+    protoc would import siblings as `tandem.v1`, which is the client library's name.
+    """
+    protos = sorted(str(path.relative_to(HERE)) for path in HERE.glob("tandem/v1/*.proto"))
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = ["protoc", f"-I{HERE}", f"-I{files('grpc_tools') / '_proto'}"]
+        arguments += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        if protoc.main(arguments + protos) != 0:
+            raise SystemExit("protoc failed: see its message above")
+        for path in sorted(Path(scratch).glob("tandem/v1/*.py*")):
+            if path.name.startswith("core_pb2_grpc"):
+                continue  # core.proto has no service
+            text = path.read_text()
+            text = re.sub(r"from tandem\.v1 import", "from shared.pb import", text)
+            text = re.sub(r"\btandem\.v1\.(\w+_pb2)", r"shared.pb.\1", text)
+            text = re.sub(r"import tandem\.v1\.", "import shared.pb.", text)
+            (target / path.name).write_text(text)
+    (target / "__init__.py").write_text('"""Generated from protos/ by protos/generate.py; do not edit."""\n')
+
+
+def check() -> None:
+    """Fails if the checked-in stubs are not what the protos give."""
+    with tempfile.TemporaryDirectory() as scratch:
+        generate(Path(scratch))
+        names = {path.name for folder in (Path(scratch), STUBS) for path in folder.glob("*.py*")}
+        _, different, missing = filecmp.cmpfiles(scratch, STUBS, names, shallow=False)
+    if different or missing:
+        raise SystemExit(f"shared/pb is out of date ({', '.join(different + missing)}): run `make protos` and commit")
+
+
+if __name__ == "__main__":
+    check() if "--check" in sys.argv else generate(STUBS)

@@ -1,0 +1,49 @@
+"""Errors by kind: each message says what is wrong and what to do. shared.rpc maps the kinds to status codes."""
+
+
+class TandemError(Exception):
+    """Base of every error that a person or client is meant to read."""
+
+
+class InvalidRequest(TandemError):
+    """The caller's mistake: names the field and the bound."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class DuplicateRequest(TandemError):
+    """A live request has this id."""
+
+
+class QueueFull(TandemError):
+    """No room to wait: try again after `retry_after_ms` milliseconds."""
+
+    def __init__(self, message: str, retry_after_ms: int) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class Unavailable(TandemError):
+    """Not served here or now: draining, no worker, or another scheduler is active."""
+
+
+class DeadlineExceeded(TandemError):
+    """The request's time is over."""
+
+
+class Aborted(TandemError):
+    """The request was ended by its id."""
+
+
+class LeaseHeld(TandemError):
+    """Another scheduler holds the worker: retry later."""
+
+
+class RequestFailed(TandemError):
+    """A fault of the service that ends one request alone."""
+
+
+class StartupError(TandemError):
+    """A program can't start; the message is one line that says what to do. Exit status 1."""

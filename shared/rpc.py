@@ -1,0 +1,119 @@
+"""How Tandem speaks gRPC: channel and server options for both services and both ends, and errors as status codes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from grpc import aio
+
+from shared import errors
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+_log = structlog.get_logger(__name__)
+
+_COMMON: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Without the ping timeout a stopped peer is noticed after 62 s (measured), whatever the interval.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+CHANNEL_OPTIONS = [
+    *_COMMON,
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # One HTTP/2 connection is one frontend process: channels to the same target must not share one.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+SERVER_OPTIONS = [
+    *_COMMON,
+    # Clients may ping through minutes without data: otherwise a long prefill ends in GOAWAY too_many_pings.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+
+STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Aborted: grpc.StatusCode.CANCELLED,
+    errors.LeaseHeld: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RequestFailed: grpc.StatusCode.INTERNAL,
+}
+
+
+async def _abort(context: Any, error: Exception) -> None:
+    code = STATUS_CODES.get(type(error)) if isinstance(error, errors.TandemError) else None
+    if code is None:
+        _log.exception("a call failed by a bug", exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+    trailers: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, errors.QueueFull):
+        trailers = (("grpc-retry-pushback-ms", str(error.retry_after_ms)),)
+    await context.abort(code, str(error), trailers)
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Maps exceptions of every handler to status codes: the only place that does."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler that the call would reach, if there is one."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+        kind = next(kind for kind in kinds if getattr(handler, kind))
+        wrap = _streaming if handler.response_streaming else _unary
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(wrap(getattr(handler, kind)), handler.request_deserializer, handler.response_serializer)
+
+
+def _unary(behaviour: Any) -> Any:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behaviour(request, context)
+        except (aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+def _streaming(behaviour: Any) -> Any:
+    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except (aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+def make_server(*, share_port: bool, interceptors: tuple[aio.ServerInterceptor, ...] = ()) -> aio.Server:
+    """A server with Tandem's options. Only frontends share a port; elsewhere a second bind must fail."""
+    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port))]
+    return aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
+
+
+def make_channel(target: str) -> aio.Channel:
+    """A client channel with Tandem's options. Plain text: TLS is a matter of the caller's credentials."""
+    return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
