@@ -31,9 +31,17 @@ def die_with_parent() -> None:
 
 async def exited(child: subprocess.Popen[bytes]) -> int:
     """Waits for the child's end; its exit status, negative for a signal."""
-    while (status := child.poll()) is None:
-        await asyncio.sleep(0.02)
-    return status
+    if child.poll() is None:
+        handle = os.pidfd_open(child.pid)
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(handle, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+    return child.wait()
 
 
 async def stop(children: Iterable[subprocess.Popen[bytes]], grace_s: float) -> None:
