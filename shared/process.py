@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 
 import structlog
 
@@ -103,13 +103,13 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 
 class Supervisor:
-    """Keeps children running: starts each again that ends, unless it said that it can't start."""
+    """Keeps children running: starts each again that ends."""
 
     def __init__(self) -> None:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self.failed = asyncio.Event()
-        """Set when a child ended with STARTUP_FAILED."""
+        self._failed = asyncio.Event()
+        self._is_ready = False
 
     def start(self, name: str, module: str, arguments: Sequence[str], *, quiet: bool = False) -> None:
         """Starts `python -m module arguments` and keeps it running until stop()."""
@@ -121,8 +121,8 @@ class Supervisor:
             started = time.monotonic()
             child = self.children[name] = spawn(module, arguments, quiet=quiet)
             status = await exited(child)
-            if status == STARTUP_FAILED:
-                self.failed.set()
+            if status == STARTUP_FAILED and not self._is_ready:
+                self._failed.set()
                 return
             if time.monotonic() - started > LONGEST_PAUSE_S:
                 pause_s = SHORTEST_PAUSE_S
@@ -130,8 +130,26 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def stop(self, names: Iterable[str], grace_s: float) -> None:
-        """Stops these children for good, politely, then surely."""
-        for task in self._tasks:
+    async def run(self, stopped: asyncio.Event, ready: Coroutine[None, None, None]) -> bool:
+        """Until `stopped` is set, or a child can't start before all was ready; whether the latter. Clears `stopped`."""
+        becoming_ready = asyncio.create_task(ready)
+        becoming_ready.add_done_callback(self._settle)
+        ends = [asyncio.create_task(event.wait()) for event in (stopped, self._failed)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in (becoming_ready, *self._tasks, *ends):
             task.cancel()
-        await stop([self.children[name] for name in names if name in self.children], grace_s)
+        stopped.clear()
+        return self._failed.is_set()
+
+    def _settle(self, _: asyncio.Task[None]) -> None:
+        self._is_ready = True
+
+    async def stop(self, names: Iterable[str], grace_s: float, hurry: asyncio.Event) -> None:
+        """Stops these children for good: politely, then surely, at once when `hurry` is set."""
+        children = [self.children[name] for name in names if name in self.children]
+        stopping = asyncio.create_task(stop(children, grace_s))
+        hurrying = asyncio.create_task(hurry.wait())
+        await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopping, hurrying):
+            task.cancel()
+        kill(children)
