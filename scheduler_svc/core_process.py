@@ -1,4 +1,4 @@
-"""The core process: `python -m scheduler_svc.core_process --config JSON --socket PATH`, started by scheduler_svc.main."""
+"""The core process: `python -m scheduler_svc.core_process --config JSON --socket PATH`."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ from shared.settings import from_json
 from shared.telemetry import configure_logging
 
 GC_THRESHOLD = 100_000
-"""Allocations between collections: with the default of 700, peers' schedulers stall 25-100 ms at the 99th percentile."""
+"""Allocations between collections: at the default of 700 peers' schedulers stall 25-100 ms at the p99."""
 
 
 async def serve(config: SchedulerConfig, socket_path: str) -> None:

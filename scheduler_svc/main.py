@@ -3,7 +3,6 @@
 Serves nothing itself. The core listens on a Unix socket in a private folder; frontends share the public port.
 """
 
-import asyncio
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,8 +30,8 @@ async def run(config: SchedulerConfig) -> int:
         frontends = [_frontend(config, socket_path) for _ in range(config.frontends)]
         for number, frontend in enumerate(frontends):
             family.start(f"frontend-{number}", "scheduler_svc.frontend.main", ["--config", to_json(frontend)])
-        ready = _until_ready(frontends, f"tandem scheduler ready on {config.host}:{config.port} (model {name})")
-        failed = await family.run(stopped, ready)
+        announcement = f"tandem scheduler ready on {config.host}:{config.port} (model {name})"
+        failed = await family.run(stopped, _until_ready(frontends), announcement)
         await family.stop((key for key in family.children if key != "core"), config.drain_timeout + 1.0, stopped)
         await family.stop(["core"], 1.0, stopped)
         return STARTUP_FAILED if failed else 0
@@ -52,7 +51,6 @@ def _frontend(config: SchedulerConfig, socket_path: str) -> FrontendConfig:
     )
 
 
-async def _until_ready(frontends: Iterable[FrontendConfig], announcement: str) -> None:
+async def _until_ready(frontends: Iterable[FrontendConfig]) -> None:
     for frontend in frontends:
         await until_serving(f"{frontend.host}:{frontend.own_port}", "readiness")
-    print(announcement, flush=True)

@@ -130,22 +130,28 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def run(self, stopped: asyncio.Event, ready: Coroutine[None, None, None]) -> bool:
-        """Until `stopped` is set, or a child can't start before all was ready; whether the latter. Clears `stopped`."""
-        becoming_ready = asyncio.create_task(ready)
-        becoming_ready.add_done_callback(self._settle)
+    async def run(self, stopped: asyncio.Event, ready: Coroutine[None, None, None], announcement: str) -> bool:
+        """Until `stopped` is set, or a child can't start before all was ready; whether the latter. Clears `stopped`.
+
+        Prints the announcement when `ready` returns.
+        """
+        announcing = asyncio.create_task(self._announce(ready, announcement))
         ends = [asyncio.create_task(event.wait()) for event in (stopped, self._failed)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for task in (becoming_ready, *self._tasks, *ends):
+        for task in (announcing, *ends):
             task.cancel()
         stopped.clear()
         return self._failed.is_set()
 
-    def _settle(self, _: asyncio.Task[None]) -> None:
+    async def _announce(self, ready: Coroutine[None, None, None], announcement: str) -> None:
+        await ready
         self._is_ready = True
+        print(announcement, flush=True)
 
     async def stop(self, names: Iterable[str], grace_s: float, hurry: asyncio.Event) -> None:
         """Stops these children for good: politely, then surely, at once when `hurry` is set."""
+        for task in self._tasks:
+            task.cancel()
         children = [self.children[name] for name in names if name in self.children]
         stopping = asyncio.create_task(stop(children, grace_s))
         hurrying = asyncio.create_task(hurry.wait())

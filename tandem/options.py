@@ -1,4 +1,4 @@
-"""Command-line options from settings dataclasses: a field is an option, its docstring the help, its default the default.
+"""Command-line options from settings dataclasses: a field is an option, its docstring the help.
 
 So a flag is defined once, where it is used.
 """
