@@ -11,7 +11,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import CoreConfig, Request, Scheduler, StepOutputs
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
 from scheduler_svc.worker_client import WorkerLink
-from shared.errors import Aborted, StartupError, Unavailable
+from shared.errors import Aborted, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
 from shared.types import StepPlan, StepResult, WorkerDescription
 
@@ -35,6 +35,8 @@ class Engine:
         self._due: set[int] = set()
         self._owners: dict[int, set[int]] = {}
         """Live keys of each frontend connection."""
+        self._early: dict[int, Request] = {}
+        """Requests that came before the first worker, by key."""
         self._without_worker_since: float | None = None
 
     async def run(self, socket_path: str) -> None:
@@ -70,17 +72,29 @@ class Engine:
         return state
 
     def submit(self, request: Request) -> None:
-        """Raises a TandemError to refuse it."""
+        """Raises a TandemError to refuse it. Before the first worker it waits: after a restart of this process the
+        frontends come back sooner than the workers."""
         if self._core is None:
-            raise Unavailable("no worker has connected yet: try again")
-        self._core.submit(request)
+            self._early[request.key] = request
+        else:
+            self._core.submit(request)
+            self._wake_all()
         self._owners.setdefault(peer_of(request.key), set()).add(request.key)
-        self._wake_all()
+
+    def _submit_early(self, core: Scheduler) -> None:
+        for request in self._early.values():
+            try:
+                core.submit(request)
+            except TandemError as error:
+                self._forget(request.key)
+                self._frontends.end(request.key, error)
+        self._early.clear()
 
     def cancel(self, key: int) -> None:
         """The frontend expects no answer."""
+        self._early.pop(key, None)
+        self._forget(key)
         if self._core is not None and self._core.abort(key):
-            self._forget(key)
             self._wake_all()
 
     def abort_by_id(self, request_id: str) -> bool:
@@ -123,6 +137,7 @@ class Engine:
         if self._core is None:
             self._core = Scheduler(self._core_config(description))
             self._served = description
+            self._submit_early(self._core)
 
     def _misfit(self, worker: WorkerDescription) -> str:
         if worker.fingerprint != self._fingerprint:

@@ -9,7 +9,6 @@ from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
-from worker_svc.config import WorkerConfig
 
 from scheduler_svc import main as scheduler_main
 from scheduler_svc.config import SchedulerConfig
@@ -20,6 +19,7 @@ from tandem import serve as serving
 from tandem import talk
 from tandem.models import model_folder
 from tandem.options import parameters, settings_from, with_parameters
+from worker_svc.config import WorkerConfig
 
 app = typer.Typer(
     help="Serves Qwen3 language models: a CPU-only scheduler and workers that talk gRPC.",

@@ -9,10 +9,10 @@ import sys
 import time
 
 from rich.console import Console
-from tandem.client import Client
 
 from shared.ports import find_free
 from shared.telemetry import configure_logging
+from tandem.client import Client
 from tandem.serve import ServeConfig, Service
 from tandem.talk import show
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from rich.console import Console
+
 from tandem.client import Client, Delta
 
 _notes = Console(stderr=True, highlight=False, style="dim")

@@ -36,7 +36,9 @@ class Tandem:
         self.log = log
         command = [sys.executable, "-m", "tandem", "serve", "--port", str(self.port), *arguments]
         with log.open("w") as errors:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **env})
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **env}
+            )
 
     def wait_ready(self) -> str:
         """The line that it prints when ready."""

@@ -6,7 +6,6 @@ The oracle is the undisturbed run, in float64, where a replay gives the same tok
 import asyncio
 import random
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
