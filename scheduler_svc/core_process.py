@@ -50,8 +50,8 @@ def main() -> int:
     configure_logging("core")
     try:
         uvloop.run(serve(arguments.config, arguments.socket))
-    except* StartupError as errors:
-        print(f"tandem scheduler: {errors.exceptions[0]}", file=sys.stderr)
+    except StartupError as error:
+        print(f"tandem scheduler: {error}", file=sys.stderr)
         return STARTUP_FAILED
     return 0
 

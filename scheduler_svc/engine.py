@@ -41,10 +41,8 @@ class Engine:
 
     async def run(self, socket_path: str) -> None:
         """Serves until cancelled. Raises StartupError where a worker serves another model."""
-        async with await self._frontends.serve(socket_path), asyncio.TaskGroup() as tasks:
-            for link in self._links:
-                tasks.create_task(link.run())
-            tasks.create_task(self._tell_state())
+        async with await self._frontends.serve(socket_path):
+            await asyncio.gather(self._tell_state(), *(link.run() for link in self._links))
 
     # Frontends.
 
@@ -99,7 +97,8 @@ class Engine:
 
     def abort_by_id(self, request_id: str) -> bool:
         """Ends its sequences on whatever frontends they are."""
-        keys = self._core.keys_of(request_id) if self._core is not None else []
+        keys = [key for key, request in self._early.items() if request.request_id == request_id]
+        keys += self._core.keys_of(request_id) if self._core is not None else []
         for key in keys:
             self.cancel(key)
             self._frontends.end(key, Aborted(f"request {request_id!r} was aborted by its id"))

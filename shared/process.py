@@ -138,8 +138,9 @@ class Supervisor:
         announcing = asyncio.create_task(self._announce(ready, announcement))
         ends = [asyncio.create_task(event.wait()) for event in (stopped, self._failed)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for task in (announcing, *ends):
-            task.cancel()
+        announcing.cancel()
+        for end in ends:
+            end.cancel()
         stopped.clear()
         return self._failed.is_set()
 
@@ -156,6 +157,6 @@ class Supervisor:
         stopping = asyncio.create_task(stop(children, grace_s))
         hurrying = asyncio.create_task(hurry.wait())
         await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
-        for task in (stopping, hurrying):
-            task.cancel()
+        stopping.cancel()
+        hurrying.cancel()
         kill(children)

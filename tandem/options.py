@@ -30,7 +30,8 @@ def parameters(settings: type[Any], *, without: Iterable[str] = (), optional: bo
         if optional:
             text += "" if default in (None, MISSING) else f" (default: {default})"
             kind, default = kind | None, None
-        annotation = Annotated[kind, typer.Option(help=text, show_default=default is not None)]
+        option = typer.Option(help=text, show_default=default is not None)
+        annotation = Annotated[kind, option]  # type: ignore[valid-type]
         given = inspect.Parameter.empty if default is MISSING else default
         result.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=given)
