@@ -46,4 +46,4 @@ class RequestFailed(TandemError):
 
 
 class StartupError(TandemError):
-    """A program can't start; the message is one line that says what to do. Exit status 1."""
+    """A program can't start; the message is one line that says what to do. Exit status: process.STARTUP_FAILED."""
