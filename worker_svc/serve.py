@@ -132,7 +132,7 @@ def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, prog
 
 
 def _describe(config: WorkerConfig, model: ModelConfig, group: GroupRunner) -> WorkerDescription:
-    limits = group.runner.limits
+    limits = group.runner.batch.limits
     return WorkerDescription(
         fingerprint=model.fingerprint,
         model_name=model.name,
@@ -146,5 +146,5 @@ def _describe(config: WorkerConfig, model: ModelConfig, group: GroupRunner) -> W
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=__version__,
-        attention=group.runner.attention_name,
+        attention=group.runner.attention.name,
     )
