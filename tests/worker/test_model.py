@@ -71,7 +71,9 @@ def drop_norms(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(path).items() if "q_norm" not in name and "k_norm" not in name}
+    tensors = {
+        name: tensor for name, tensor in load_file(path).items() if "q_norm" not in name and "k_norm" not in name
+    }
     save_file(tensors, path)
     edit_config(folder, use_qk_norm=False)
 

@@ -4,7 +4,6 @@ Every test samples with noise and filters beside greedy rows, so a change of log
 """
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
