@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from shared.errors import StartupError
+from shared.errors import StartupError, TandemError
 from shared.model_config import load_model_config
 from shared.process import exited, kill, spawn
 from worker_svc.config import WorkerConfig
@@ -19,7 +19,7 @@ _POLL_S = 0.1
 _EXIT_S = 5.0  # from the end of draining to the end of the processes
 
 
-class WorkerFailed(StartupError):
+class WorkerFailed(TandemError):
     """The group ended without being told to."""
 
 
@@ -45,11 +45,12 @@ async def _supervise(config: WorkerConfig, ranks: list[subprocess.Popen[bytes]],
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)
     told = asyncio.create_task(signals.get())
-    failed = asyncio.create_task(_failure(ranks, cells, config.step_timeout, folder))
+    failed = asyncio.create_task(_failure(ranks, cells, config.step_timeout))
     await asyncio.wait((told, failed), return_when=asyncio.FIRST_COMPLETED)
     if failed.done():
         told.cancel()
-        raise WorkerFailed(failed.result())
+        reason = _startup_error(folder)
+        raise StartupError(reason) if reason else WorkerFailed(failed.result())
     failed.cancel()
     ranks[0].terminate()
     ended = asyncio.create_task(_all_exited(ranks))
@@ -64,19 +65,19 @@ async def _all_exited(ranks: list[subprocess.Popen[bytes]]) -> None:
         await exited(rank)
 
 
-async def _failure(ranks: list[subprocess.Popen[bytes]], cells: Cells, step_timeout: float, folder: Path) -> str:
+async def _failure(ranks: list[subprocess.Popen[bytes]], cells: Cells, step_timeout: float) -> str:
     """Waits for the first rank that ends or hangs; what happened, in one line."""
     while True:
         for rank, process in enumerate(ranks):
             if process.poll() is not None:
-                return _reason(folder) or f"rank {rank} {_status(process.returncode)}"
+                return f"rank {rank} {_status(process.returncode)}"
         stalled = find_stalled(cells, step_timeout)
         if stalled:
             return stalled
         await asyncio.sleep(_POLL_S)
 
 
-def _reason(folder: Path) -> str | None:
+def _startup_error(folder: Path) -> str | None:
     """What a rank left behind that could not start."""
     return next((path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.error"))), None)
 

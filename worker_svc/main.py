@@ -12,10 +12,10 @@ from pathlib import Path
 import structlog
 
 from shared.errors import StartupError
-from shared.process import die_with_parent
+from shared.process import STARTUP_FAILED, die_with_parent
 from shared.telemetry import configure_logging
 from worker_svc.config import WorkerConfig
-from worker_svc.launcher import launch
+from worker_svc.launcher import WorkerFailed, launch
 from worker_svc.progress import Progress, open_cells
 
 _log = structlog.get_logger(__name__)
@@ -27,6 +27,9 @@ def run(config: WorkerConfig) -> int:
     try:
         asyncio.run(launch(config))
     except StartupError as error:
+        print(f"tandem worker: {error}", file=sys.stderr)
+        return STARTUP_FAILED
+    except WorkerFailed as error:
         print(f"tandem worker: {error}", file=sys.stderr)
         return 1
     return 0
