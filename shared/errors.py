@@ -50,4 +50,4 @@ class ProtocolError(TandemError):
 
 
 class StartupError(TandemError):
-    """A program can't start; the message is one line that says what to do. Exit status 1."""
+    """A program can't start; the message is one line that says what to do. Exit status: process.STARTUP_FAILED."""

@@ -1,16 +1,20 @@
 """How Tandem speaks gRPC: channel and server options for both services and both ends, and errors as status codes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
 import structlog
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared import errors
 
 MAX_MESSAGE_BYTES = 64 << 20
+POLL_S = 0.05
 
 _log = structlog.get_logger(__name__)
 
@@ -78,12 +82,15 @@ class ErrorInterceptor(aio.ServerInterceptor):
             return None
         kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
         kind = next(kind for kind in kinds if getattr(handler, kind))
-        wrap = _streaming if handler.response_streaming else _unary
+        behaviour = getattr(handler, kind)
+        wrap = _streaming if inspect.isasyncgenfunction(behaviour) else _awaited
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrap(getattr(handler, kind)), handler.request_deserializer, handler.response_serializer)
+        return make(wrap(behaviour), handler.request_deserializer, handler.response_serializer)
 
 
-def _unary(behaviour: Any) -> Any:
+def _awaited(behaviour: Any) -> Any:
+    """For handlers that return one response, and those that write a stream of them through the context."""
+
     async def call(request: Any, context: Any) -> Any:
         try:
             return await behaviour(request, context)
@@ -98,8 +105,10 @@ def _unary(behaviour: Any) -> Any:
 def _streaming(behaviour: Any) -> Any:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(request, context):
-                yield response
+            # Closed here and now when the call ends early: what it holds is freed within one turn of the loop.
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
         except (aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -108,12 +117,31 @@ def _streaming(behaviour: Any) -> Any:
     return call
 
 
-def make_server(*, share_port: bool, interceptors: tuple[aio.ServerInterceptor, ...] = ()) -> aio.Server:
-    """A server with Tandem's options. Only frontends share a port; elsewhere a second bind must fail."""
-    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port))]
+def make_server(
+    *,
+    share_port: bool,
+    interceptors: tuple[aio.ServerInterceptor, ...] = (),
+    options: Sequence[tuple[str, int]] = (),
+) -> aio.Server:
+    """A server with Tandem's options and more. Only frontends share a port; elsewhere a second bind must fail."""
+    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port)), *options]
     return aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
 
 
 def make_channel(target: str) -> aio.Channel:
     """A client channel with Tandem's options. Plain text: TLS is a matter of the caller's credentials."""
     return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+
+async def until_serving(endpoint: str, service: str) -> None:
+    """Waits until the server at `endpoint` reports the health service as SERVING."""
+    async with aio.insecure_channel(
+        endpoint, options=[("grpc.max_reconnect_backoff_ms", 200), ("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with suppress(aio.AioRpcError):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            await asyncio.sleep(POLL_S)

@@ -22,58 +22,57 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xe0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.tandem.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x08stopping\x18\x06 \x01(\x0b\x32\x19.tandem.v1.StoppingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12-\n\x10output_token_ids\x18\n \x01(\x0b\x32\x13.tandem.v1.TokenIds\x12\x14\n\x0csample_index\x18\x0b \x01(\rB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\xce\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12&\n\x05tools\x18\x03 \x03(\x0b\x32\x17.google.protobuf.Struct\x12\x30\n\x0ftemplate_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\"T\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\x05\x65xtra\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xb0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x03\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"\xa8\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12!\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x11.tandem.v1.Finish\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Usage\"`\n\x06\x46inish\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x03 \x01(\x05H\x00\x42\t\n\x07matched\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"R\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.tandem.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xc8\x01\n\x14GetModelInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x1a\n\x12max_context_length\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x16\n\x0eserver_version\x18\x08 \x01(\t\"\x10\n\x0eGetLoadRequest\"o\n\x0fGetLoadResponse\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x13\n\x0bmax_running\x18\x03 \x01(\r\x12&\n\x07workers\x18\x04 \x03(\x0b\x32\x15.tandem.v1.WorkerLoad\"m\n\nWorkerLoad\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb9\x03\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponse\x12@\n\x07GetLoad\x12\x19.tandem.v1.GetLoadRequest\x1a\x1a.tandem.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\"\xe0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.tandem.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x08stopping\x18\x06 \x01(\x0b\x32\x19.tandem.v1.StoppingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12-\n\x10output_token_ids\x18\n \x01(\x0b\x32\x13.tandem.v1.TokenIds\x12\x14\n\x0csample_index\x18\x0b \x01(\rB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\xa6\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ntools_json\x18\x03 \x03(\t\x12\x1c\n\x14template_kwargs_json\x18\x04 \x01(\tB\x18\n\x16_add_generation_prompt\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"\xb0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"\x86\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\x03\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"\xa8\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12!\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x11.tandem.v1.Finish\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Usage\"`\n\x06\x46inish\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x12\n\x08token_id\x18\x03 \x01(\x05H\x00\x42\t\n\x07matched\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"R\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.tandem.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"`\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xc8\x01\n\x14GetModelInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x1a\n\x12max_context_length\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x16\n\x0eserver_version\x18\x08 \x01(\t\"\x10\n\x0eGetLoadRequest\"o\n\x0fGetLoadResponse\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x13\n\x0bmax_running\x18\x03 \x01(\r\x12&\n\x07workers\x18\x04 \x03(\x0b\x32\x15.tandem.v1.WorkerLoad\"m\n\nWorkerLoad\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb9\x03\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponse\x12@\n\x07GetLoad\x12\x19.tandem.v1.GetLoadRequest\x1a\x1a.tandem.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shared.pb.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2206
-  _globals['_FINISHREASON']._serialized_end=2301
-  _globals['_GENERATEREQUEST']._serialized_start=72
-  _globals['_GENERATEREQUEST']._serialized_end=424
-  _globals['_TOKENIDS']._serialized_start=426
-  _globals['_TOKENIDS']._serialized_end=449
-  _globals['_CHATPROMPT']._serialized_start=452
-  _globals['_CHATPROMPT']._serialized_end=658
-  _globals['_CHATMESSAGE']._serialized_start=660
-  _globals['_CHATMESSAGE']._serialized_end=744
-  _globals['_SAMPLINGPARAMS']._serialized_start=747
-  _globals['_SAMPLINGPARAMS']._serialized_end=923
-  _globals['_STOPPINGPARAMS']._serialized_start=926
-  _globals['_STOPPINGPARAMS']._serialized_end=1060
-  _globals['_GENERATERESPONSE']._serialized_start=1063
-  _globals['_GENERATERESPONSE']._serialized_end=1231
-  _globals['_FINISH']._serialized_start=1233
-  _globals['_FINISH']._serialized_end=1329
-  _globals['_USAGE']._serialized_start=1331
-  _globals['_USAGE']._serialized_end=1411
-  _globals['_ABORTREQUEST']._serialized_start=1413
-  _globals['_ABORTREQUEST']._serialized_end=1447
-  _globals['_ABORTRESPONSE']._serialized_start=1449
-  _globals['_ABORTRESPONSE']._serialized_end=1479
-  _globals['_TOKENIZEREQUEST']._serialized_start=1481
-  _globals['_TOKENIZEREQUEST']._serialized_end=1563
-  _globals['_TOKENIZERESPONSE']._serialized_start=1565
-  _globals['_TOKENIZERESPONSE']._serialized_end=1602
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1604
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1700
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1702
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1736
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1738
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1759
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1762
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1962
-  _globals['_GETLOADREQUEST']._serialized_start=1964
-  _globals['_GETLOADREQUEST']._serialized_end=1980
-  _globals['_GETLOADRESPONSE']._serialized_start=1982
-  _globals['_GETLOADRESPONSE']._serialized_end=2093
-  _globals['_WORKERLOAD']._serialized_start=2095
-  _globals['_WORKERLOAD']._serialized_end=2204
-  _globals['_GENERATIONSERVICE']._serialized_start=2304
-  _globals['_GENERATIONSERVICE']._serialized_end=2745
+  _globals['_FINISHREASON']._serialized_start=2116
+  _globals['_FINISHREASON']._serialized_end=2211
+  _globals['_GENERATEREQUEST']._serialized_start=42
+  _globals['_GENERATEREQUEST']._serialized_end=394
+  _globals['_TOKENIDS']._serialized_start=396
+  _globals['_TOKENIDS']._serialized_end=419
+  _globals['_CHATPROMPT']._serialized_start=422
+  _globals['_CHATPROMPT']._serialized_end=588
+  _globals['_CHATMESSAGE']._serialized_start=590
+  _globals['_CHATMESSAGE']._serialized_end=654
+  _globals['_SAMPLINGPARAMS']._serialized_start=657
+  _globals['_SAMPLINGPARAMS']._serialized_end=833
+  _globals['_STOPPINGPARAMS']._serialized_start=836
+  _globals['_STOPPINGPARAMS']._serialized_end=970
+  _globals['_GENERATERESPONSE']._serialized_start=973
+  _globals['_GENERATERESPONSE']._serialized_end=1141
+  _globals['_FINISH']._serialized_start=1143
+  _globals['_FINISH']._serialized_end=1239
+  _globals['_USAGE']._serialized_start=1241
+  _globals['_USAGE']._serialized_end=1321
+  _globals['_ABORTREQUEST']._serialized_start=1323
+  _globals['_ABORTREQUEST']._serialized_end=1357
+  _globals['_ABORTRESPONSE']._serialized_start=1359
+  _globals['_ABORTRESPONSE']._serialized_end=1389
+  _globals['_TOKENIZEREQUEST']._serialized_start=1391
+  _globals['_TOKENIZEREQUEST']._serialized_end=1473
+  _globals['_TOKENIZERESPONSE']._serialized_start=1475
+  _globals['_TOKENIZERESPONSE']._serialized_end=1512
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1514
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1610
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1612
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1646
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1648
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1669
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1672
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1872
+  _globals['_GETLOADREQUEST']._serialized_start=1874
+  _globals['_GETLOADREQUEST']._serialized_end=1890
+  _globals['_GETLOADRESPONSE']._serialized_start=1892
+  _globals['_GETLOADRESPONSE']._serialized_end=2003
+  _globals['_WORKERLOAD']._serialized_start=2005
+  _globals['_WORKERLOAD']._serialized_end=2114
+  _globals['_GENERATIONSERVICE']._serialized_start=2214
+  _globals['_GENERATIONSERVICE']._serialized_end=2655
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,6 @@ The public API: what a client of Tandem calls."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -70,7 +69,9 @@ class GenerateRequest(_message.Message):
     n: _builtins.int
     """Number of independent samples, 1 (also when unset) to 128. Sample i has a seed derived from (seed, i)."""
     cache_salt: _builtins.str
-    """Requests with different salts never share cached K/V, so that one tenant can't time another's prompts."""
+    """Requests with different salts never share cached K/V, so that one tenant can't time another's prompts. At most
+    256 bytes.
+    """
     priority: _builtins.int
     """Smaller is more important; equal priorities are served in order of arrival. Default 0."""
     sample_index: _builtins.int
@@ -146,39 +147,39 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
-    """A conversation for the model's chat template."""
+    """A conversation for the model's chat template. What only the template understands travels as JSON text: the template
+    shows the model the order of an object's keys, which a Struct would lose.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
-    TOOLS_FIELD_NUMBER: _builtins.int
-    TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Ends the prompt with the opening of an assistant turn. Unset: true."""
+    template_kwargs_json: _builtins.str
+    """Further variables for the template, for instance enable_thinking: a JSON object. Empty: none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, oldest first; at least one."""
 
     @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]:
-        """Tool descriptions as the template expects them (JSON schema objects)."""
-
-    @_builtins.property
-    def template_kwargs(self) -> _struct_pb2.Struct:
-        """Further variables for the template, for instance enable_thinking. A number without a fraction arrives as an integer."""
+    def tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tool descriptions as the template expects them, each a JSON object."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
-        tools: _abc.Iterable[_struct_pb2.Struct] | None = ...,
-        template_kwargs: _struct_pb2.Struct | None = ...,
+        tools_json: _abc.Iterable[_builtins.str] | None = ...,
+        template_kwargs_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "template_kwargs", b"template_kwargs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -194,25 +195,25 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
-    EXTRA_FIELD_NUMBER: _builtins.int
+    EXTRA_JSON_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks: system, user, assistant or tool."""
     content: _builtins.str
     """What is said."""
-    @_builtins.property
-    def extra(self) -> _struct_pb2.Struct:
-        """Further keys of the message as the template sees it, for instance tool_calls or reasoning_content."""
-
+    extra_json: _builtins.str
+    """Further keys of the message as the template sees it, for instance tool_calls or reasoning_content: a JSON object.
+    Empty: none.
+    """
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
-        extra: _struct_pb2.Struct | None = ...,
+        extra_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["extra", b"extra"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "extra", b"extra", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "extra_json", b"extra_json", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

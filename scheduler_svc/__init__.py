@@ -1,0 +1,1 @@
+"""The scheduler service: frontend processes and the core process. Never imports torch."""

@@ -1,0 +1,5 @@
+"""The frontend process: everything between a client's call and the core's queue, and back.
+
+A request's way: service -> prompt (tokenize, chat template) -> validation -> generation -> core_link, and its tokens'
+way back: core_link -> generation -> detokenizer (text, stop strings) -> service. Decides nothing about scheduling.
+"""

@@ -1,0 +1,37 @@
+"""What one frontend process is told at its start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    """Settings of one frontend; travels to its process as JSON."""
+
+    model: Path
+    """Model folder: configuration, tokenizer, chat template. Weights are not read."""
+    core_socket: Path
+    """Unix socket that the core listens on."""
+    host: str = "127.0.0.1"
+    """Address of both ports."""
+    port: int = 0
+    """Port that all frontends share; 0 means none. The parent checks that nobody else has it."""
+    own_port: int = 0
+    """Port of this frontend alone, where the parent asks for its health; 0 means any free one."""
+    model_name: str | None = None
+    """Name told to clients; None means the model folder's."""
+    use_generation_config: bool = True
+    """The model's generation_config.json answers where a request is silent about sampling."""
+    max_prompt_bytes: int = 4 << 20
+    """Longest text to tokenize, UTF-8, also as the chat template renders it."""
+    template_timeout: float = 2.0
+    """Seconds that rendering the chat template may take."""
+    tokenizer_threads: int = 2
+    """Threads that tokenize: a long prompt must not hold up a short one."""
+    core_timeout: float = 30.0
+    """Seconds that requests wait for a core that is away; then they end UNAVAILABLE."""
+    drain_timeout: float = 30.0
+    """Seconds that running streams have to finish after SIGTERM."""
+    max_connection_age: float = 600.0
+    """Seconds after which a client is asked to connect anew, so that connections spread over frontends again.
+    Streams that run stay."""

@@ -1,0 +1,193 @@
+"""The frontend's end of the core's Unix socket.
+
+Owns the connection, the handles and the core's last state. When the core dies, the live samples stay here and are
+submitted again, with their output so far, to the core that takes its place. Knows nothing of clients.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from scheduler_svc.frontend.generation import Sample
+from shared.errors import TandemError, Unavailable
+from shared.framing import FramingError, read_message, write_message
+from shared.pb import core_pb2
+from shared.wire import pack
+
+RECONNECT_INTERVAL = 0.05
+"""Seconds between attempts to reach a core that is away: one connect to a Unix socket costs microseconds."""
+_READ_BUFFER_BYTES = 1 << 20
+_MAX_HANDLE = (1 << 32) - 1
+_LITTLE_UINT32 = np.dtype("<u4")
+
+_log = structlog.get_logger(__name__)
+
+
+class CoreLink:
+    """What the frontend knows of the core and asks of it."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        """`path` is the core's socket; `timeout` is how long requests wait for a core that is away, seconds."""
+        self._path = path
+        self._timeout = timeout
+        self._writer: asyncio.StreamWriter | None = None
+        self._live: dict[int, Sample] = {}
+        self._handles: dict[Sample, int] = {}
+        self._last_handle = 0
+        self._questions: dict[int, asyncio.Future[bool]] = {}
+        self._last_question = 0
+        self._model = core_pb2.ServedModel()
+        self._ready = asyncio.Event()
+        self.state: core_pb2.CoreState | None = None
+        """The core's last word; None while it is away."""
+        self.changed = asyncio.Event()
+        """Set when `state` changed; whoever watches it clears it."""
+
+    async def run(self) -> None:
+        """Keeps the link up until cancelled."""
+        giving_up = self._give_up_later()
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._path, limit=_READ_BUFFER_BYTES)
+            except OSError:
+                await asyncio.sleep(RECONNECT_INTERVAL)
+                continue
+            giving_up.cancel()
+            try:
+                await self._serve(reader, writer)
+            except OSError as error:
+                _log.warning("core disconnected", reason=str(error))
+            finally:
+                writer.close()
+                self._disconnected()
+            giving_up = self._give_up_later()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        for handle, sample in self._live.items():
+            sample.submission.output = pack(np.array(sample.output, dtype=np.int32))
+            self._send(core_pb2.FrontendMessage(submit=sample.submission))
+            _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
+        while (payload := await read_message(reader)) is not None:
+            self._handle(core_pb2.CoreMessage.FromString(payload))
+
+    def _disconnected(self) -> None:
+        self._writer = None
+        self.state = None
+        self._ready.clear()
+        self.changed.set()
+        questions, self._questions = self._questions, {}
+        for answer in questions.values():
+            if not answer.done():
+                answer.set_exception(Unavailable("the scheduler core restarts; try again"))
+
+    def _give_up_later(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._timeout, lambda: self.fail_all(self._away()))
+
+    def fail_all(self, error: TandemError) -> None:
+        """Ends every live sample's call; the calls cancel what the core still has of them."""
+        for sample in self._live.values():
+            sample.failed(error)
+
+    def _away(self) -> Unavailable:
+        return Unavailable(f"the scheduler core has been away for {self._timeout:g} s; try again")
+
+    async def ready(self) -> core_pb2.ServedModel:
+        """Waits until the core is there and the model known. Raises Unavailable after the timeout."""
+        if not self._ready.is_set():
+            try:
+                await asyncio.wait_for(self._ready.wait(), self._timeout)
+            except TimeoutError:
+                raise self._away() from None
+        return self._model
+
+    def submit(self, samples: Iterable[Sample]) -> None:
+        """Hands samples to the core, now or when it comes back; from then on it feeds them."""
+        for sample in samples:
+            handle = self._new_handle()
+            sample.submission.handle = handle
+            self._live[handle] = sample
+            self._handles[sample] = handle
+            self._send(core_pb2.FrontendMessage(submit=sample.submission))
+
+    def cancel(self, samples: Iterable[Sample]) -> None:
+        """Wants no more of these samples; those that have ended are passed over."""
+        for sample in samples:
+            handle = self._handles.pop(sample, None)
+            if handle is not None:
+                del self._live[handle]
+                self._send(core_pb2.FrontendMessage(cancel=core_pb2.Cancel(handle=handle)))
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request by its public id, on whatever frontend it is. Whether there was one."""
+        await self.ready()
+        self._last_question = self._last_question % _MAX_HANDLE + 1
+        question = self._last_question
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._questions[question] = answer
+        by_id = core_pb2.AbortById(question=question, request_id=request_id)
+        self._send(core_pb2.FrontendMessage(abort_by_id=by_id))
+        try:
+            return await answer
+        finally:
+            self._questions.pop(question, None)
+
+    @property
+    def held(self) -> int:
+        """Entries of all per-request maps: 0 when nothing is live."""
+        return len(self._live) + len(self._handles) + len(self._questions)
+
+    def _new_handle(self) -> int:
+        self._last_handle = self._last_handle % _MAX_HANDLE + 1
+        while self._last_handle in self._live:
+            self._last_handle = self._last_handle % _MAX_HANDLE + 1
+        return self._last_handle
+
+    def _send(self, message: core_pb2.FrontendMessage) -> None:
+        """While the core is away nothing is sent: what lives is submitted when it comes back."""
+        if self._writer is None:
+            return
+        try:
+            write_message(self._writer, message.SerializeToString())
+        except FramingError as error:
+            _log.warning("core disconnected", reason=str(error))
+            self._writer.transport.abort()
+
+    def _handle(self, message: core_pb2.CoreMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "tokens":
+            self._deliver(message.tokens)
+        elif kind == "state":
+            self._set_state(message.state)
+        elif kind == "abort_answer":
+            answer = self._questions.get(message.abort_answer.question)
+            if answer is not None and not answer.done():
+                answer.set_result(message.abort_answer.found)
+
+    def _set_state(self, state: core_pb2.CoreState) -> None:
+        self.state = state
+        self.changed.set()
+        if state.HasField("model"):
+            self._model = state.model
+        if self._model.vocabulary_size:
+            self._ready.set()
+
+    def _deliver(self, batch: core_pb2.TokenBatch) -> None:
+        """A handle without a sample was cancelled while its tokens were on their way."""
+        for started in batch.started:
+            if (sample := self._live.get(started.handle)) is not None:
+                sample.started(started.cached_tokens)
+        handles = np.frombuffer(batch.handles, _LITTLE_UINT32).tolist()
+        tokens = np.frombuffer(batch.token_ids, "<i4").tolist()
+        for handle, token_id in zip(handles, tokens, strict=True):
+            sample = self._live.get(handle)
+            if sample is not None and not sample.push(token_id):
+                self.cancel((sample,))
+        for ended in batch.ended:
+            sample = self._live.pop(ended.handle, None)
+            if sample is not None:
+                del self._handles[sample]
+                sample.ended(ended)

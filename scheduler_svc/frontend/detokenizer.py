@@ -1,0 +1,105 @@
+"""One sample's tokens on their way to text: whole characters, stop strings, what may be shown already.
+
+Owns the rule that at every moment the text given out is exactly the text of the ids given out. Knows nothing of
+requests, clients or the core.
+"""
+
+import codecs
+from collections import deque
+from collections.abc import Iterable
+
+from scheduler_svc.frontend.stop_strings import StopStrings
+from scheduler_svc.frontend.vocabulary import Vocabulary
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """Takes token ids one by one; gives out text and ids that have become certain. Constant amortised time a token.
+
+    Texts concatenated are the decoding of all ids: bytes that are no character become U+FFFD as in
+    tokenizer.decode, but half a character at the end waits for its other half.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, stops: StopStrings, min_tokens: int) -> None:
+        """A stop string counts from output token number `min_tokens` on."""
+        self._vocabulary = vocabulary
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._decoder = _Utf8Decoder("replace")
+        self._state = 0
+        self._count = 0
+        self._held_text = ""
+        self._held_ids: list[int] = []
+        self._boundaries: deque[tuple[int, int]] = deque()
+        """Held tokens after which no character is split: (number of tokens, number of characters) up to their end."""
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._shown_characters = 0
+        self._shown_tokens = 0
+
+    def push(self, token_id: int) -> str | None:
+        """Adds a token. Returns the stop string that it completed: the text ends before it and all is given out."""
+        self._held_ids.append(token_id)
+        text = self._decoder.decode(self._vocabulary.text_bytes(token_id))
+        start = len(self._held_text)
+        self._held_text += text
+        for end, character in enumerate(text, start + 1):
+            self._state = self._stops.step(self._state, character)
+            stop = self._stops.matched[self._state]
+            if stop is not None and self._shown_tokens + len(self._held_ids) >= self._min_tokens:
+                self._show(len(self._held_ids), max(end - len(stop), 0))
+                return stop
+        if not self._decoder.getstate()[0]:
+            tokens = self._shown_tokens + len(self._held_ids)
+            self._boundaries.append((tokens, self._shown_characters + len(self._held_text)))
+        self._release()
+        return None
+
+    def push_hidden(self, token_id: int) -> None:
+        """Adds the token that stopped the sample: an id without text. Only flush() may follow."""
+        self._held_ids.append(token_id)
+
+    def skip(self, token_ids: Iterable[int]) -> str | None:
+        """Adds first tokens that the client has already, with their text. The stop string that the last completed."""
+        stop = None
+        for token_id in token_ids:
+            stop = self.push(token_id)
+        self._show(len(self._held_ids), len(self._held_text))
+        self._boundaries.clear()
+        self.take()
+        return stop
+
+    def flush(self) -> None:
+        """The sample has ended: gives out all that is held, half a character as U+FFFD."""
+        self._held_text += self._decoder.decode(b"", final=True)
+        self._show(len(self._held_ids), len(self._held_text))
+
+    def take(self) -> tuple[str, list[int]]:
+        """Text and ids that became certain since the last call."""
+        text, ids = "".join(self._text), self._ids
+        self._text, self._ids = [], []
+        return text, ids
+
+    @property
+    def has_news(self) -> bool:
+        """Whether take() would return ids. Text never comes without."""
+        return bool(self._ids)
+
+    def _release(self) -> None:
+        """Gives out the tokens whose text can't become part of a stop string."""
+        certain = self._shown_characters + len(self._held_text) - self._stops.held[self._state]
+        boundary = None
+        while self._boundaries and self._boundaries[0][1] <= certain:
+            boundary = self._boundaries.popleft()
+        if boundary is not None:
+            self._show(boundary[0] - self._shown_tokens, boundary[1] - self._shown_characters)
+
+    def _show(self, tokens: int, characters: int) -> None:
+        """Moves the first held tokens and characters to what is given out."""
+        self._text.append(self._held_text[:characters])
+        self._ids += self._held_ids[:tokens]
+        self._held_text = self._held_text[characters:]
+        self._held_ids = self._held_ids[tokens:]
+        self._shown_characters += characters
+        self._shown_tokens += tokens

@@ -1,0 +1,131 @@
+"""A live Generate call: its samples, and what of them its client has not got yet.
+
+Owns what a sample has put out so far. The core link feeds it token by token and never waits; the call's one writer
+takes whatever has gathered since its last message. Knows nothing of sockets or gRPC calls.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from scheduler_svc.frontend.detokenizer import Detokenizer
+from scheduler_svc.frontend.failures import error_from
+from scheduler_svc.frontend.stop_strings import StopStrings
+from scheduler_svc.frontend.vocabulary import Vocabulary
+from shared.errors import TandemError
+from shared.pb import core_pb2
+from shared.pb import generation_pb2 as pb
+from shared.wire import unpack
+
+
+class Sample:
+    """One of a request's samples: from the core's tokens to the client's deltas and the finish reason."""
+
+    def __init__(self, submission: core_pb2.Submit, detokenizer: Detokenizer, call: "Generation") -> None:
+        self.submission = submission
+        self.output: list[int] = unpack(submission.output).tolist()
+        """All output tokens so far, those given to resume included: what a new core continues after."""
+        self.finish: pb.Finish | None = None
+        self._stop_token_ids = frozenset(unpack(submission.stop_token_ids).tolist())
+        self._cached_tokens: int | None = None
+        self._detokenizer = detokenizer
+        self._call = call
+        stop = detokenizer.skip(self.output)
+        if stop is not None:
+            self._end(pb.Finish(reason=pb.FINISH_REASON_STOP, stop=stop))
+
+    def started(self, cached_tokens: int) -> None:
+        """The core admitted it. Only the first admission counts: a replay finds the request's own blocks."""
+        if self._cached_tokens is None:
+            self._cached_tokens = cached_tokens
+
+    def push(self, token_id: int) -> bool:
+        """The core sampled a token. Whether the sample wants more: not after its stop string."""
+        self.output.append(token_id)
+        if token_id in self._stop_token_ids and len(self.output) > self.submission.min_tokens:
+            self._detokenizer.push_hidden(token_id)
+            return True
+        stop = self._detokenizer.push(token_id)
+        if stop is not None:
+            self._end(pb.Finish(reason=pb.FINISH_REASON_STOP, stop=stop))
+        elif self._detokenizer.has_news:
+            self._call.has_news(self)
+        return stop is None
+
+    def ended(self, ended: core_pb2.Ended) -> None:
+        """The core is done with it."""
+        how = ended.WhichOneof("how")
+        if how == "stop_token_id":
+            self._end(pb.Finish(reason=pb.FINISH_REASON_STOP, token_id=ended.stop_token_id))
+        elif how == "length":
+            self._end(pb.Finish(reason=pb.FINISH_REASON_LENGTH))
+        else:
+            self.failed(error_from(ended.failure))
+
+    def failed(self, error: TandemError) -> None:
+        """The sample can't go on; nor does its request."""
+        self._call.fail(error)
+
+    def _end(self, finish: pb.Finish) -> None:
+        self.finish = finish
+        self._detokenizer.flush()
+        self._call.has_news(self)
+
+    def take(self) -> pb.GenerateResponse:
+        """What the client has not got yet."""
+        text, token_ids = self._detokenizer.take()
+        response = pb.GenerateResponse(index=self.submission.sample_index, text=text, token_ids=token_ids)
+        if self.finish is not None:
+            response.finish.CopyFrom(self.finish)
+            response.usage.prompt_tokens = len(self.submission.prompt) // 4
+            response.usage.completion_tokens = len(self.output)
+            response.usage.cached_tokens = self._cached_tokens or 0
+        return response
+
+
+class Generation:
+    """The samples of one call, and its writer's wake-up."""
+
+    def __init__(
+        self, submissions: Sequence[core_pb2.Submit], seed: int, vocabulary: Vocabulary, stops: StopStrings
+    ) -> None:
+        """`submissions` share the request: one per sample."""
+        self._news: dict[Sample, None] = {}
+        self._wake = asyncio.Event()
+        self._error: TandemError | None = None
+        self._first: tuple[str, int] | None = (submissions[0].request_id, seed)
+        self.samples = [
+            Sample(submission, Detokenizer(vocabulary, stops, submission.min_tokens), self)
+            for submission in submissions
+        ]
+        self._unfinished = len(self.samples)
+
+    def has_news(self, sample: Sample) -> None:
+        """The sample has something for the client."""
+        self._news[sample] = None
+        self._wake.set()
+
+    def fail(self, error: TandemError) -> None:
+        """Ends the call with an error, after what has gathered; the first one counts."""
+        self._error = self._error or error
+        self._wake.set()
+
+    async def next(self) -> pb.GenerateResponse | None:
+        """Waits for news and takes all of one sample; None when every sample has finished.
+
+        Raises the error that ended the call.
+        """
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            if not self._unfinished:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        sample = next(iter(self._news))
+        del self._news[sample]
+        response = sample.take()
+        self._unfinished -= sample.finish is not None
+        if self._first is not None:
+            response.request_id, response.seed = self._first
+            self._first = None
+        return response

@@ -1,0 +1,47 @@
+"""grpc.health.v1 as truth: what the core's last word and this process's own state amount to.
+
+`liveness`: this process turns. `readiness` and ``: warm, making progress, not draining; a standby is ready too.
+`tandem.Active` and the service's own name: requests are served here and now.
+"""
+
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio as health
+
+from scheduler_svc.frontend.core_link import CoreLink
+
+SERVICE = "tandem.v1.GenerationService"
+ACTIVE = "tandem.Active"
+READINESS = "readiness"
+LIVENESS = "liveness"
+
+_Status = health_pb2.HealthCheckResponse
+
+
+class Health:
+    """The statuses of one frontend."""
+
+    def __init__(self, link: CoreLink) -> None:
+        self.servicer = health.HealthServicer()
+        self._link = link
+        self._draining = False
+
+    async def run(self) -> None:
+        """Follows the core until cancelled."""
+        await self.servicer.set(LIVENESS, _Status.SERVING)
+        while True:
+            await self._update()
+            await self._link.changed.wait()
+            self._link.changed.clear()
+
+    async def drain(self) -> None:
+        """Nothing new is taken from now on; the process still lives."""
+        self._draining = True
+        await self._update()
+
+    async def _update(self) -> None:
+        state = self._link.state
+        open_ = state is not None and not state.draining and not self._draining
+        ready = open_ and state is not None and state.HasField("model") and state.progressing
+        active = open_ and state is not None and state.active
+        for name, serving in (("", ready), (READINESS, ready), (ACTIVE, active), (SERVICE, active)):
+            await self.servicer.set(name, _Status.SERVING if serving else _Status.NOT_SERVING)

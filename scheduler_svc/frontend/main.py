@@ -1,0 +1,134 @@
+"""One frontend process: `python -m scheduler_svc.frontend.main --config JSON` (FrontendConfig).
+
+Wires the parts and owns their start and end. It listens at once and is ready when the health service on its own port
+says so: the parent watches `readiness` there. SIGTERM drains: not ready, new calls refused, running streams finish
+within the grace period, exit status 0.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+import structlog
+import uvloop
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from scheduler_svc.frontend.config import FrontendConfig
+from scheduler_svc.frontend.core_link import CoreLink
+from scheduler_svc.frontend.health import SERVICE, Health
+from scheduler_svc.frontend.prompts import Prompts
+from scheduler_svc.frontend.service import GenerationService
+from shared.errors import StartupError, Unavailable
+from shared.model_config import SamplingDefaults, load_model_config
+from shared.pb import generation_pb2_grpc
+from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
+from shared.rpc import make_server
+from shared.settings import from_json
+from shared.telemetry import configure_logging
+
+_CLOSING_SECONDS = 0.5
+"""For what is no Generate call, health watchers for instance, after the last stream has finished."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Frontend:
+    """All parts of one frontend, in one event loop."""
+
+    def __init__(self, config: FrontendConfig) -> None:
+        """Raises StartupError where the model folder can't be served."""
+        self._config = config
+        model = load_model_config(config.model, config.model_name)
+        defaults = model.sampling_defaults if config.use_generation_config else SamplingDefaults()
+        self._prompts = Prompts(config)
+        self.link = CoreLink(config.core_socket, config.core_timeout)
+        self._health = Health(self.link)
+        self.service = GenerationService(model, defaults, self._prompts, self.link)
+        self._server = self._make_server()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.own_port = 0
+        """Port of this frontend alone, known after start()."""
+
+    def _make_server(self) -> aio.Server:
+        age = round(self._config.max_connection_age * 1000)
+        server = make_server(share_port=True, options=[("grpc.max_connection_age_ms", age)])
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+        return server
+
+    async def start(self) -> None:
+        """Listens and connects to the core. Raises StartupError if a port is taken."""
+        self.own_port = self._listen(self._config.own_port)
+        if self._config.port:
+            self._listen(self._config.port)
+        for background in (self.link.run(), self._health.run()):
+            self._run(background)
+        await self._server.start()
+        _log.info("frontend listens", host=self._config.host, port=self._config.port, own_port=self.own_port)
+
+    def _listen(self, port: int) -> int:
+        address = f"{self._config.host}:{port}"
+        try:
+            return int(self._server.add_insecure_port(address))
+        except RuntimeError:
+            raise StartupError(f"can't listen on {address}: is the port taken?") from None
+
+    def _run(self, background: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(background))
+
+    async def failed(self) -> None:
+        """Waits for a background part to end, which only a bug does; raises what it raised."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def stop(self) -> None:
+        """Drains within the grace period, then ends everything."""
+        await self._health.drain()
+        try:
+            await asyncio.wait_for(self.service.drain(), self._config.drain_timeout)
+        except TimeoutError:
+            self.link.fail_all(Unavailable("this server shuts down; resume on another"))
+        await self._server.stop(_CLOSING_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._prompts.close()
+
+
+async def serve(config: FrontendConfig) -> None:
+    """Runs one frontend until SIGTERM or SIGINT."""
+    frontend = Frontend(config)
+    await frontend.start()
+    with stop_signals() as stopped:
+        stopping = asyncio.create_task(stopped.wait())
+        failing = asyncio.create_task(frontend.failed())
+        await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
+    if failing.done():
+        await failing
+    await frontend.stop()
+    failing.cancel()
+
+
+def main() -> int:
+    """Exit status 0, or STARTUP_FAILED after one line on standard error."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(description="One frontend process of a scheduler")
+    parser.add_argument("--config", required=True, type=partial(from_json, FrontendConfig))
+    configure_logging("frontend")
+    try:
+        uvloop.run(serve(parser.parse_args().config))
+    except StartupError as error:
+        print(f"tandem scheduler: {error}", file=sys.stderr)
+        return STARTUP_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

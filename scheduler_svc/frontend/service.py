@@ -1,0 +1,165 @@
+"""The public gRPC service: one coroutine per call, which is that call's only writer.
+
+Converts protobuf at this edge. Errors are raised by kind and become status codes in the interceptor.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+
+from scheduler_svc.frontend.core_link import CoreLink
+from scheduler_svc.frontend.generation import Generation
+from scheduler_svc.frontend.prompts import Prompts
+from scheduler_svc.frontend.seeds import random_seed
+from scheduler_svc.frontend.stop_strings import StopStrings
+from scheduler_svc.frontend.validation import check_request, checked_ids, submissions
+from shared import __version__
+from shared.errors import InvalidRequest, TandemError, Unavailable
+from shared.model_config import ModelConfig, SamplingDefaults
+from shared.pb import core_pb2, generation_pb2_grpc
+from shared.pb import generation_pb2 as pb
+from shared.types import IntArray
+
+_log = structlog.get_logger(__name__)
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """Generate and what a client needs around it."""
+
+    def __init__(self, model: ModelConfig, defaults: SamplingDefaults, prompts: Prompts, link: CoreLink) -> None:
+        """`defaults` answer where a request is silent about sampling."""
+        self._model = model
+        self._defaults = defaults
+        self._prompts = prompts
+        self._link = link
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.live = 0
+        """Generate calls in progress."""
+
+    async def drain(self) -> None:
+        """Refuses new calls and waits for the running ones."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self._refuse_if_draining()
+        record = _Record(request.request_id or uuid.uuid4().hex)
+        self.live += 1
+        self._idle.clear()
+        try:
+            generation = await self._start(request, record)
+            try:
+                while (response := await generation.next()) is not None:
+                    record.count(response)
+                    yield response
+            finally:
+                self._link.cancel(generation.samples)
+            record.outcome = "finished"
+        except TandemError as error:
+            record.outcome = type(error).__name__
+            raise
+        finally:
+            self.live -= 1
+            if not self.live:
+                self._idle.set()
+            record.log()
+
+    def _refuse_if_draining(self) -> None:
+        state = self._link.state
+        if self._draining or (state is not None and state.draining):
+            raise Unavailable("this server shuts down; try another")
+
+    async def _start(self, request: pb.GenerateRequest, record: "_Record") -> Generation:
+        model = await self._link.ready()
+        check_request(request, model.vocabulary_size)
+        prompt = await self._prompt(request, model)
+        seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
+        record.prompt_tokens = prompt.size
+        samples = submissions(request, record.request_id, seed, prompt, model, self._defaults)
+        stops = StopStrings.build(request.stopping.stop)
+        generation = Generation(samples, seed, self._prompts.vocabulary, stops)
+        self._link.submit(sample for sample in generation.samples if sample.finish is None)
+        return generation
+
+    async def _prompt(self, request: pb.GenerateRequest, model: core_pb2.ServedModel) -> IntArray:
+        if request.WhichOneof("prompt") == "token_ids":
+            return checked_ids("token_ids", request.token_ids.ids, model.vocabulary_size)
+        return await self._prompts.encode(request)
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        if not request.request_id:
+            raise InvalidRequest("request_id", "must not be empty")
+        return pb.AbortResponse(found=await self._link.abort(request.request_id))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        if request.WhichOneof("prompt") is None:
+            raise InvalidRequest("prompt", "one of text and chat is required")
+        return pb.TokenizeResponse(token_ids=(await self._prompts.encode(request)).tolist())
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        model = await self._link.ready()
+        token_ids = checked_ids("token_ids", request.token_ids, model.vocabulary_size).tolist()
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return pb.DetokenizeResponse(text=await self._prompts.decode(token_ids, skip))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        served = await self._link.ready()
+        return pb.GetModelInfoResponse(
+            model_name=self._model.name,
+            fingerprint=self._model.fingerprint,
+            architecture=self._model.architecture,
+            vocabulary_size=served.vocabulary_size,
+            max_context_length=served.context_limit,
+            eos_token_ids=served.eos_token_ids,
+            dtype=served.dtype,
+            server_version=__version__,
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        state = self._link.state
+        if state is None:
+            raise Unavailable("the scheduler core restarts; try again")
+        names = ("endpoint", "connected", "running", "total_blocks", "free_blocks")
+        return pb.GetLoadResponse(
+            queued=state.queued,
+            running=state.running,
+            max_running=state.max_running,
+            workers=[pb.WorkerLoad(**{name: getattr(group, name) for name in names}) for group in state.groups],
+        )
+
+
+class _Record:
+    """What the log says of one call: counts and durations, never text."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = 0
+        self.outcome = "cancelled"
+        self._completion_tokens = 0
+        self._arrived = time.monotonic()
+        self._first: float | None = None
+
+    def count(self, response: pb.GenerateResponse) -> None:
+        """One more message."""
+        self._completion_tokens += len(response.token_ids)
+        if self._first is None:
+            self._first = time.monotonic()
+
+    def log(self) -> None:
+        """One line."""
+        now = time.monotonic()
+        _log.info(
+            "request",
+            request_id=self.request_id,
+            outcome=self.outcome,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            first_token_ms=round(((self._first or now) - self._arrived) * 1e3, 1),
+            total_ms=round((now - self._arrived) * 1e3, 1),
+        )

@@ -1,0 +1,155 @@
+"""What a Generate request may ask for: every field is checked here, and refused by name with its bound.
+
+Turns a request into the core's submissions, resolved: nothing after it asks for a default. Does no I/O.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler_svc.frontend.seeds import derive_seed
+from shared.errors import InvalidRequest
+from shared.model_config import SamplingDefaults
+from shared.pb import core_pb2
+from shared.pb import generation_pb2 as pb
+from shared.types import NO_INTS, IntArray
+from shared.wire import pack
+
+MAX_SAMPLES = 128
+MAX_NAME_BYTES = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_TEMPERATURE = 100.0
+_UINT32 = 1 << 32
+
+
+def check_request(request: pb.GenerateRequest, vocabulary_size: int) -> None:
+    """Checks all that needs no tokenizer. Raises InvalidRequest."""
+    if request.WhichOneof("prompt") is None:
+        raise InvalidRequest("prompt", "one of text, token_ids and chat is required")
+    if request.WhichOneof("prompt") == "text" and not request.text:
+        raise InvalidRequest("text", "must not be empty")
+    for field in ("request_id", "cache_salt"):
+        _at_most(field, len(getattr(request, field).encode()), MAX_NAME_BYTES, "bytes")
+    _check_samples(request)
+    _check_sampling(request.sampling)
+    _check_stopping(request.stopping, vocabulary_size)
+
+
+def _check_samples(request: pb.GenerateRequest) -> None:
+    _within("n", request.n, 0, MAX_SAMPLES)
+    samples = request.n or 1
+    _within("sample_index", request.sample_index, 0, _UINT32 - samples)
+    if samples > 1 and request.output_token_ids.ids:
+        raise InvalidRequest("output_token_ids", "requires n = 1; resume each sample by its sample_index")
+
+
+def _check_sampling(sampling: pb.SamplingParams) -> None:
+    if sampling.HasField("temperature"):
+        _within("sampling.temperature", sampling.temperature, 0, MAX_TEMPERATURE)
+    if sampling.HasField("top_k"):
+        _within("sampling.top_k", sampling.top_k, 0, (1 << 31) - 1)
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidRequest("sampling.top_p", f"must be within (0, 1], is {sampling.top_p:g}")
+    if sampling.HasField("min_p"):
+        _within("sampling.min_p", sampling.min_p, 0, 1)
+
+
+def _check_stopping(stopping: pb.StoppingParams, vocabulary_size: int) -> None:
+    if stopping.HasField("max_tokens"):
+        _within("stopping.max_tokens", stopping.max_tokens, 1, _UINT32 - 1)
+        if stopping.min_tokens > stopping.max_tokens:
+            bound = f"must be at most max_tokens, {stopping.max_tokens}, is {stopping.min_tokens}"
+            raise InvalidRequest("stopping.min_tokens", bound)
+    _at_most("stopping.stop", len(stopping.stop), MAX_STOP_STRINGS, "strings")
+    for index, stop in enumerate(stopping.stop):
+        _within(f"stopping.stop[{index}]", len(stop.encode()), 1, MAX_STOP_STRING_BYTES, " bytes")
+    _at_most("stopping.stop_token_ids", len(stopping.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    checked_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocabulary_size)
+
+
+def _within(field: str, value: float, low: float, high: float, unit: str = "") -> None:
+    """NaN is within nothing."""
+    if not low <= value <= high:
+        raise InvalidRequest(field, f"must be within [{low}, {high}]{unit}, is {value}")
+
+
+def _at_most(field: str, size: int, limit: int, unit: str) -> None:
+    if size > limit:
+        raise InvalidRequest(field, f"has {size} {unit}; at most {limit} are allowed")
+
+
+def checked_ids(field: str, ids: Sequence[int], vocabulary_size: int) -> IntArray:
+    """Token ids of a request, [num_ids]. Raises InvalidRequest naming the first that is not in the vocabulary."""
+    if not ids:
+        return NO_INTS
+    values = np.array(ids, dtype=np.int64)
+    outside = np.flatnonzero((values < 0) | (values >= vocabulary_size))
+    if outside.size:
+        index = int(outside[0])
+        raise InvalidRequest(f"{field}[{index}]", f"must be within [0, {vocabulary_size}), is {values[index]}")
+    return values.astype(np.int32)
+
+
+def submissions(
+    request: pb.GenerateRequest,
+    request_id: str,
+    seed: int,
+    prompt: IntArray,
+    model: core_pb2.ServedModel,
+    defaults: SamplingDefaults,
+) -> list[core_pb2.Submit]:
+    """One submission for each sample of a checked request. Raises InvalidRequest where the prompt doesn't fit."""
+    output = checked_ids("output_token_ids", request.output_token_ids.ids, model.vocabulary_size)
+    room = _room(request, prompt, output, model.context_limit)
+    stopping = request.stopping
+    first = core_pb2.Submit(
+        request_id=request_id,
+        prompt=pack(prompt),
+        output=pack(output),
+        sampling=_resolved(request.sampling, defaults, model.vocabulary_size),
+        max_tokens=min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else 0,
+        min_tokens=min(stopping.min_tokens, room),
+        stop_token_ids=pack(_stop_token_ids(stopping, model)),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
+    return [_sample(first, seed, request.sample_index + i) for i in range(request.n or 1)]
+
+
+def _room(request: pb.GenerateRequest, prompt: IntArray, output: IntArray, context_limit: int) -> int:
+    """Output tokens that the context has room for."""
+    field = request.WhichOneof("prompt") or "prompt"
+    if not prompt.size:
+        raise InvalidRequest(field, "has no tokens")
+    if prompt.size >= context_limit:
+        raise InvalidRequest(field, f"has {prompt.size} tokens; must be fewer than the context limit, {context_limit}")
+    room = context_limit - prompt.size
+    _at_most("output_token_ids", output.size, room, "ids")
+    return room
+
+
+def _resolved(
+    sampling: pb.SamplingParams, defaults: SamplingDefaults, vocabulary_size: int
+) -> core_pb2.SequenceSampling:
+    top_k = sampling.top_k if sampling.HasField("top_k") else defaults.top_k
+    return core_pb2.SequenceSampling(
+        temperature=sampling.temperature if sampling.HasField("temperature") else defaults.temperature,
+        top_k=top_k if top_k < vocabulary_size else 0,
+        top_p=sampling.top_p if sampling.HasField("top_p") else defaults.top_p,
+        min_p=sampling.min_p if sampling.HasField("min_p") else defaults.min_p,
+    )
+
+
+def _stop_token_ids(stopping: pb.StoppingParams, model: core_pb2.ServedModel) -> IntArray:
+    eos = () if stopping.ignore_eos else model.eos_token_ids
+    return np.array(sorted({*stopping.stop_token_ids, *eos}), dtype=np.int32)
+
+
+def _sample(first: core_pb2.Submit, seed: int, index: int) -> core_pb2.Submit:
+    submission = core_pb2.Submit()
+    submission.CopyFrom(first)
+    submission.sample_index = index
+    submission.sampling.seed = derive_seed(seed, index)
+    return submission

@@ -1,0 +1,47 @@
+"""What each token id stands for, in bytes. Reads the tokenizer once; knows nothing of requests."""
+
+from tokenizers import Tokenizer, decoders
+
+from shared.errors import StartupError
+
+
+class Vocabulary:
+    """Bytes of every token of a byte-level BPE tokenizer, the kind that Qwen models have.
+
+    Concatenating them is decoding: no token's text depends on its neighbours.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises StartupError for another kind of tokenizer."""
+        if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+            raise StartupError("tokenizer.json: its decoder is not ByteLevel; only byte-level BPE is supported")
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
+        self._known: dict[int, bytes] = {}
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of the token as shown to people; nothing for special tokens and for ids without a token."""
+        known = self._known.get(token_id)
+        if known is None:
+            known = b"" if token_id in self._special else token_bytes(self._tokenizer.id_to_token(token_id) or "")
+            self._known[token_id] = known
+        return known
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The inverse of GPT-2's printable alphabet: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTES = _byte_of_character()
+
+
+def token_bytes(token: str) -> bytes:
+    """Bytes of one entry of the vocabulary; an added token outside the alphabet stands for its own text."""
+    try:
+        return bytes(_BYTES[character] for character in token)
+    except KeyError:
+        return token.encode()
