@@ -76,8 +76,8 @@ class Engine:
             self._early[request.key] = request
         else:
             self._core.submit(request)
-            self._wake_all()
         self._owners.setdefault(peer_of(request.key), set()).add(request.key)
+        self._settle()
 
     def _submit_early(self, core: Scheduler) -> None:
         for request in self._early.values():
@@ -87,6 +87,13 @@ class Engine:
                 self._forget(request.key)
                 self._frontends.end(request.key, error)
         self._early.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """What submit and worker_ready bring about beyond their answer: ends of sequences, rows to plan."""
+        if self._core is not None:
+            self._deliver(self._core.take_outputs())
+            self._wake_all()
 
     def cancel(self, key: int) -> None:
         """The frontend expects no answer."""
@@ -177,6 +184,7 @@ class Engine:
     def opened(self, group: int, description: WorkerDescription) -> StepPlan:
         """Opens the group's next epoch with an empty cache and a plan without rows: a refusal then costs nothing."""
         self._running_core.worker_ready(group, description.num_blocks)
+        self._settle()
         return self._running_core.heartbeat(group)
 
     def connected(self, group: int) -> None:

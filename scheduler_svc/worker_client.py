@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 from grpc import aio
 
-from shared.errors import StartupError
+from shared.errors import ProtocolError, StartupError
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.rpc import make_channel
 from shared.types import DEPTH_LIMIT, StepPlan, StepResult, WorkerDescription
@@ -95,7 +95,7 @@ class WorkerLink:
                 await self._serve(worker_pb2_grpc.WorkerServiceStub(channel))
             except StartupError:
                 raise
-            except (aio.AioRpcError, TimeoutError, ValueError) as error:
+            except (aio.AioRpcError, TimeoutError, ValueError, ProtocolError) as error:
                 reason = _reason(error)
                 if self.is_connected or reason != reported:
                     _log.warning("no worker", endpoint=self.endpoint, reason=reason)
