@@ -169,6 +169,7 @@ def _ended(ended: Ended) -> core_pb2.Ended:
     elif ended.how is FinishReason.LENGTH:
         message.length.SetInParent()
     else:
+        assert ended.stop_token_id is not None, "a stop token ended it"
         message.stop_token_id = ended.stop_token_id
     return message
 

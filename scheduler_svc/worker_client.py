@@ -105,7 +105,7 @@ class WorkerLink:
                 await channel.close()
             await asyncio.sleep(REDIAL_S)
 
-    async def _serve(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+    async def _serve(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> None:
         answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=DIAL_TIMEOUT_S)
         description = description_from_pb(answer)
         self._listener.described(self.group, description)
@@ -133,7 +133,7 @@ class WorkerLink:
             if time.monotonic() - self._last_sent >= HEARTBEAT_S:
                 self.send(self._listener.heartbeat(self.group))
 
-    async def _receive(self, call: aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]) -> None:
+    async def _receive(self, call: "aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]") -> None:
         """Until the stream ends or falls silent: heartbeats make sure that there is always a result to wait for."""
         while True:
             async with asyncio.timeout(self._step_timeout):
