@@ -201,6 +201,8 @@ class Engine:
         outputs = self._running_core.update(group, result)
         self._plan(group)
         self._deliver(outputs)
+        if result.draining and not self._running_core.load().groups[group].running:
+            self._links[group].close()
 
     def lost(self, group: int) -> None:
         """Its sequences go back to the queue: to other groups at once, or to wait for its return."""

@@ -63,7 +63,7 @@ class WorkerLink:
         self._listener = listener
         self._instance = instance
         self._step_timeout = step_timeout
-        self._plans: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
+        self._plans: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
         self._last_sent = 0.0
         self._round_trip_s = 0.0
         self._step_s = 0.0
@@ -85,6 +85,10 @@ class WorkerLink:
         self.outstanding.append((plan.step_id, now, not self.outstanding))
         self._last_sent = now
         self._plans.put_nowait(plan_to_pb(plan, self._instance))
+
+    def close(self) -> None:
+        """Ends the open stream: the worker is shutting down and nothing runs there any more."""
+        self._plans.put_nowait(None)
 
     async def run(self) -> None:
         """Serves the group until cancelled. Raises StartupError where the group can't serve this model at all."""
@@ -123,8 +127,8 @@ class WorkerLink:
             self._listener.lost(self.group)
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.StepPlan]:
-        while True:
-            yield await self._plans.get()
+        while (plan := await self._plans.get()) is not None:
+            yield plan
 
     async def _beat(self) -> None:
         """Liveness is by message: a blocked peer still answers HTTP/2 pings."""
