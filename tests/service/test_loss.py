@@ -9,9 +9,10 @@ import signal
 
 import psutil
 import pytest
+from grpc import aio
 
 from shared.pb import generation_pb2 as pb
-from tests.service.tandem_process import Tandem, generate_all, running, until_idle
+from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
 
 STEP_TIMEOUT_S = 2.0
 
