@@ -6,6 +6,7 @@ The oracle is the undisturbed run, in float64, where a replay gives the same tok
 import asyncio
 import random
 import signal
+from collections.abc import Callable
 
 import psutil
 import pytest
