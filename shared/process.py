@@ -7,16 +7,39 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+
+import structlog
+
+STARTUP_FAILED = 3
+"""Exit status of a process that can't start and has said why: starting it again would not help."""
+
+SHORTEST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+"""Between the end of a child and its next start; doubled while it keeps ending sooner than this."""
+
+_log = structlog.get_logger(__name__)
 
 _PARENT = "TANDEM_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 
 
-def spawn(module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Starts `python -m module arguments` as a child of this process. The module's main calls die_with_parent()."""
-    environment = {**os.environ, **(env or {}), _PARENT: str(os.getpid())}
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, env=environment)
+def spawn(
+    module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None, *, quiet: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts `python -m module arguments` as a child of this process. The module's main calls die_with_parent().
+
+    A quiet child's standard output is dropped; its log on standard error is not. The child is in a process group of
+    its own: Ctrl-C reaches the parent alone, which then stops its children in the right order.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if quiet else None,
+        env={**os.environ, **(env or {}), _PARENT: str(os.getpid())},
+        process_group=0,
+    )
 
 
 def die_with_parent() -> None:
@@ -63,3 +86,77 @@ def kill(children: Iterable[subprocess.Popen[bytes]]) -> None:
         child.kill()
     for child in running:
         child.wait()
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """An event that SIGINT and SIGTERM set, in place of what they do otherwise."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        yield stopped
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+class Supervisor:
+    """Keeps children running: starts each again that ends."""
+
+    def __init__(self) -> None:
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed = asyncio.Event()
+        self._is_ready = False
+
+    def start(self, name: str, module: str, arguments: Sequence[str], *, quiet: bool = False) -> None:
+        """Starts `python -m module arguments` and keeps it running until stop()."""
+        self._tasks.append(asyncio.create_task(self._keep(name, module, arguments, quiet)))
+
+    async def _keep(self, name: str, module: str, arguments: Sequence[str], quiet: bool) -> None:
+        pause_s = SHORTEST_PAUSE_S
+        while True:
+            started = time.monotonic()
+            child = self.children[name] = spawn(module, arguments, quiet=quiet)
+            status = await exited(child)
+            if status == STARTUP_FAILED and not self._is_ready:
+                self._failed.set()
+                return
+            if time.monotonic() - started > LONGEST_PAUSE_S:
+                pause_s = SHORTEST_PAUSE_S
+            _log.warning("process ended and is started again", name=name, status=status, pause_s=pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def run(self, stopped: asyncio.Event, ready: Coroutine[None, None, None], announcement: str) -> bool:
+        """Until `stopped` is set, or a child can't start before all was ready; whether the latter. Clears `stopped`.
+
+        Prints the announcement when `ready` returns.
+        """
+        announcing = asyncio.create_task(self._announce(ready, announcement))
+        ends = [asyncio.create_task(event.wait()) for event in (stopped, self._failed)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        announcing.cancel()
+        for end in ends:
+            end.cancel()
+        stopped.clear()
+        return self._failed.is_set()
+
+    async def _announce(self, ready: Coroutine[None, None, None], announcement: str) -> None:
+        await ready
+        self._is_ready = True
+        print(announcement, flush=True)
+
+    async def stop(self, names: Iterable[str], grace_s: float, hurry: asyncio.Event) -> None:
+        """Stops these children for good: politely, then surely, at once when `hurry` is set."""
+        for task in self._tasks:
+            task.cancel()
+        children = [self.children[name] for name in names if name in self.children]
+        stopping = asyncio.create_task(stop(children, grace_s))
+        hurrying = asyncio.create_task(hurry.wait())
+        await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        hurrying.cancel()
+        kill(children)

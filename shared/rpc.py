@@ -3,16 +3,18 @@
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
 import structlog
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared import errors
 
 MAX_MESSAGE_BYTES = 64 << 20
+POLL_S = 0.05
 
 _log = structlog.get_logger(__name__)
 
@@ -129,3 +131,17 @@ def make_server(
 def make_channel(target: str) -> aio.Channel:
     """A client channel with Tandem's options. Plain text: TLS is a matter of the caller's credentials."""
     return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+
+async def until_serving(endpoint: str, service: str) -> None:
+    """Waits until the server at `endpoint` reports the health service as SERVING."""
+    async with aio.insecure_channel(
+        endpoint, options=[("grpc.max_reconnect_backoff_ms", 200), ("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            with suppress(aio.AioRpcError):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            await asyncio.sleep(POLL_S)

@@ -1,9 +1,7 @@
 """What one frontend process is told at its start."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +35,3 @@ class FrontendConfig:
     max_connection_age: float = 600.0
     """Seconds after which a client is asked to connect anew, so that connections spread over frontends again.
     Streams that run stay."""
-
-    def to_json(self) -> str:
-        """The inverse of from_json."""
-        return json.dumps({**asdict(self), "model": str(self.model), "core_socket": str(self.core_socket)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The inverse of to_json."""
-        values = json.loads(text)
-        return cls(**{**values, "model": Path(values["model"]), "core_socket": Path(values["core_socket"])})

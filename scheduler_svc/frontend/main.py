@@ -1,4 +1,4 @@
-"""One frontend process: `python -m scheduler_svc.frontend.main --config JSON` (FrontendConfig.to_json()).
+"""One frontend process: `python -m scheduler_svc.frontend.main --config JSON` (FrontendConfig).
 
 Wires the parts and owns their start and end. It listens at once and is ready when the health service on its own port
 says so: the parent watches `readiness` there. SIGTERM drains: not ready, new calls refused, running streams finish
@@ -7,9 +7,9 @@ within the grace period, exit status 0.
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -26,8 +26,9 @@ from scheduler_svc.frontend.service import GenerationService
 from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
 from shared.pb import generation_pb2_grpc
-from shared.process import die_with_parent
+from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
 from shared.rpc import make_server
+from shared.settings import from_json
 from shared.telemetry import configure_logging
 
 _CLOSING_SECONDS = 0.5
@@ -104,31 +105,30 @@ class Frontend:
 async def serve(config: FrontendConfig) -> None:
     """Runs one frontend until SIGTERM or SIGINT."""
     frontend = Frontend(config)
-    told_to_stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
     await frontend.start()
-    stopping = asyncio.create_task(told_to_stop.wait())
-    failing = asyncio.create_task(frontend.failed())
-    await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
+    with stop_signals() as stopped:
+        stopping = asyncio.create_task(stopped.wait())
+        failing = asyncio.create_task(frontend.failed())
+        await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
     if failing.done():
         await failing
     await frontend.stop()
     failing.cancel()
 
 
-def main() -> None:
-    """The process's entry."""
-    parser = argparse.ArgumentParser(prog="python -m scheduler_svc.frontend.main", description=__doc__)
-    parser.add_argument("--config", required=True, help="FrontendConfig as JSON")
-    config = FrontendConfig.from_json(parser.parse_args().config)
+def main() -> int:
+    """Exit status 0, or STARTUP_FAILED after one line on standard error."""
     die_with_parent()
+    parser = argparse.ArgumentParser(description="One frontend process of a scheduler")
+    parser.add_argument("--config", required=True, type=partial(from_json, FrontendConfig))
     configure_logging("frontend")
     try:
-        uvloop.run(serve(config))
+        uvloop.run(serve(parser.parse_args().config))
     except StartupError as error:
-        sys.exit(str(error))
+        print(f"tandem scheduler: {error}", file=sys.stderr)
+        return STARTUP_FAILED
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

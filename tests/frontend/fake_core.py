@@ -163,5 +163,5 @@ def ids(data: bytes) -> list[int]:
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Waits for a condition; fails the test if it does not come."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition is no event of the test's
+        while not condition():
             await asyncio.sleep(0.002)

@@ -1,0 +1,38 @@
+"""What an operator decides about a scheduler."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Settings of one scheduler: its frontends and its core."""
+
+    model: Path
+    """Model folder: configuration, tokenizer and chat template. The weights are the workers' matter."""
+    workers: tuple[str, ...]
+    """Endpoints of the worker groups, host:port."""
+    model_name: str | None = None
+    """Name told to clients; None means the folder's name."""
+    host: str = "127.0.0.1"
+    """Address that clients reach."""
+    port: int = 50051
+    """Port that clients reach, shared by all frontends."""
+    frontends: int = 1
+    """Frontend processes."""
+    max_num_seqs: int | None = None
+    """Most running sequences per worker group; None means what the workers hold."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one step; None means what the workers take."""
+    max_queue: int = 4096
+    """Most waiting sequences; beyond it RESOURCE_EXHAUSTED."""
+    depth: int | None = None
+    """Plans of one group without a result, 1 to 4; None picks 2 to 4 from the measured round trip and step time."""
+    step_timeout: float = 10.0
+    """Seconds without a result, with a plan out, after which a worker group counts as lost."""
+    worker_loss_timeout: float = 60.0
+    """Seconds without any worker group after which waiting requests end UNAVAILABLE."""
+    drain_timeout: float = 30.0
+    """Seconds that running streams have to finish after SIGTERM."""
+    generation_config: bool = True
+    """Whether the model's generation_config.json answers where a request is silent about sampling."""

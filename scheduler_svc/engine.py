@@ -1,0 +1,256 @@
+"""The core process's one loop: carries messages between frontends, the pure core and the worker groups.
+
+Every event is applied to the core at once; plans are made in a callback that runs after the events of one turn of the
+loop, so that all of them are taken before the next schedule(). Decides nothing about sequences: the core does.
+"""
+
+import asyncio
+import time
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core import CoreConfig, Request, Scheduler, StepOutputs
+from scheduler_svc.frontend_links import FrontendLinks, peer_of
+from scheduler_svc.worker_client import WorkerLink
+from shared.errors import Aborted, StartupError, TandemError, Unavailable
+from shared.pb import core_pb2
+from shared.types import StepPlan, StepResult, WorkerDescription
+
+STATE_INTERVAL_S = 0.5
+
+
+class Engine:
+    """Wires one core, its worker groups and its frontends. Implements WorkerListener and FrontendListener."""
+
+    def __init__(self, config: SchedulerConfig, fingerprint: str, *, instance: int, hash_seed: int) -> None:
+        self._config = config
+        self._fingerprint = fingerprint
+        self._hash_seed = hash_seed
+        self._core: Scheduler | None = None
+        self._served: WorkerDescription | None = None
+        self._frontends = FrontendLinks(self)
+        self._links = [
+            WorkerLink(group, endpoint, self, instance=instance, step_timeout=config.step_timeout)
+            for group, endpoint in enumerate(config.workers)
+        ]
+        self._due: set[int] = set()
+        self._owners: dict[int, set[int]] = {}
+        """Live keys of each frontend connection."""
+        self._early: dict[int, Request] = {}
+        """Requests that came before the first worker, by key."""
+        self._without_worker_since: float | None = None
+
+    async def run(self, socket_path: str) -> None:
+        """Serves until cancelled. Raises StartupError where a worker serves another model."""
+        async with await self._frontends.serve(socket_path):
+            await asyncio.gather(self._tell_state(), *(link.run() for link in self._links))
+
+    # Frontends.
+
+    def state(self) -> core_pb2.CoreState:
+        """What frontends need to know."""
+        state = core_pb2.CoreState(active=any(link.is_connected for link in self._links), progressing=True)
+        if self._core is None or self._served is None:
+            return state
+        load = self._core.load()
+        state.queued = load.queued
+        for link, group in zip(self._links, load.groups, strict=True):
+            state.groups.add(
+                endpoint=link.endpoint,
+                connected=link.is_connected,
+                running=group.running,
+                total_blocks=group.total_blocks,
+                free_blocks=group.free_blocks,
+            )
+        state.running = sum(group.running for group in load.groups)
+        state.max_running = self._core.config.max_num_seqs * len(self._links)
+        state.model.dtype = self._served.dtype
+        state.model.context_limit = self._core.context_limit
+        state.model.vocabulary_size = self._served.vocabulary_size
+        state.model.eos_token_ids.extend(self._served.eos_token_ids)
+        return state
+
+    def submit(self, request: Request) -> None:
+        """Raises a TandemError to refuse it. Before the first worker it waits: after a restart of this process the
+        frontends come back sooner than the workers."""
+        if self._core is None:
+            self._early[request.key] = request
+        else:
+            self._core.submit(request)
+        self._owners.setdefault(peer_of(request.key), set()).add(request.key)
+        self._settle()
+
+    def _submit_early(self, core: Scheduler) -> None:
+        for request in self._early.values():
+            try:
+                core.submit(request)
+            except TandemError as error:
+                self._forget(request.key)
+                self._frontends.end(request.key, error)
+        self._early.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """What submit and worker_ready bring about beyond their answer: ends of sequences, rows to plan."""
+        if self._core is not None:
+            self._deliver(self._core.take_outputs())
+            self._wake_all()
+
+    def cancel(self, key: int) -> None:
+        """The frontend expects no answer."""
+        self._early.pop(key, None)
+        self._forget(key)
+        if self._core is not None and self._core.abort(key):
+            self._wake_all()
+
+    def abort_by_id(self, request_id: str) -> bool:
+        """Ends its sequences on whatever frontends they are."""
+        keys = [key for key, request in self._early.items() if request.request_id == request_id]
+        keys += self._core.keys_of(request_id) if self._core is not None else []
+        for key in keys:
+            self.cancel(key)
+            self._frontends.end(key, Aborted(f"request {request_id!r} was aborted by its id"))
+        return bool(keys)
+
+    def mask_ready(self, key: int, position: int, allowed: bytes) -> None:
+        """A constrained sequence may go on."""
+        if self._core is not None:
+            self._core.mask_ready(key, position, allowed)
+            self._wake_all()
+
+    def left(self, peer: int) -> None:
+        """Ends what nobody reads any more."""
+        for key in list(self._owners.get(peer, ())):
+            self.cancel(key)
+
+    async def _tell_state(self) -> None:
+        while True:
+            await asyncio.sleep(STATE_INTERVAL_S)
+            self._frontends.broadcast(self.state())
+            self._end_without_worker()
+
+    # Workers.
+
+    def described(self, group: int, description: WorkerDescription) -> None:
+        """The first group's answer fixes the core's configuration; the others must fit it.
+
+        Raises StartupError where nothing can be served, ValueError where only this group can't serve.
+        """
+        problem = self._misfit(description)
+        if problem and self._core is None:
+            raise StartupError(f"worker {self._links[group].endpoint} {problem}")
+        if problem:
+            raise ValueError(problem)
+        if self._core is None:
+            self._core = Scheduler(self._core_config(description))
+            self._served = description
+            self._submit_early(self._core)
+
+    def _misfit(self, worker: WorkerDescription) -> str:
+        if worker.fingerprint != self._fingerprint:
+            return (
+                f"serves {worker.model_name} (fingerprint {worker.fingerprint}), not the model in "
+                f"{self._config.model} (fingerprint {self._fingerprint}): start both with the same model"
+            )
+        if self._core is None:
+            return ""
+        config = self._core.config
+        if worker.block_size != config.block_size:
+            return f"has blocks of {worker.block_size} tokens, the first one had {config.block_size}"
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_length"):
+            if getattr(worker, name) < getattr(config, name):
+                return f"has {name} {getattr(worker, name)}, the first one had {getattr(config, name)}"
+        return ""
+
+    def _core_config(self, worker: WorkerDescription) -> CoreConfig:
+        config = self._config
+        return CoreConfig(
+            num_groups=len(config.workers),
+            vocabulary_size=worker.vocabulary_size,
+            max_model_length=worker.max_model_length,
+            block_size=worker.block_size,
+            max_num_seqs=min(config.max_num_seqs or worker.max_num_seqs, worker.max_num_seqs),
+            max_num_batched_tokens=min(
+                config.max_num_batched_tokens or worker.max_num_batched_tokens, worker.max_num_batched_tokens
+            ),
+            max_queue=config.max_queue,
+            hash_seed=self._hash_seed,
+        )
+
+    @property
+    def _running_core(self) -> Scheduler:
+        assert self._core is not None, "a group opens only after it was described"
+        return self._core
+
+    def opened(self, group: int, description: WorkerDescription) -> StepPlan:
+        """Opens the group's next epoch with an empty cache and a plan without rows: a refusal then costs nothing."""
+        self._running_core.worker_ready(group, description.num_blocks)
+        self._settle()
+        return self._running_core.heartbeat(group)
+
+    def connected(self, group: int) -> None:
+        """The group holds the lease: it may get rows."""
+        self._frontends.broadcast(self.state())
+        self._wake(group)
+
+    def heartbeat(self, group: int) -> StepPlan:
+        """A plan without rows, the next in the log."""
+        return self._running_core.heartbeat(group)
+
+    def result(self, group: int, result: StepResult) -> None:
+        """Plans the next step before the tokens are packed for the frontends: the worker must not wait."""
+        outputs = self._running_core.update(group, result)
+        self._plan(group)
+        self._deliver(outputs)
+        if result.draining and not self._running_core.load().groups[group].running:
+            self._links[group].close()
+
+    def lost(self, group: int) -> None:
+        """Its sequences go back to the queue: to other groups at once, or to wait for its return."""
+        self._deliver(self._running_core.worker_lost(group))
+        self._frontends.broadcast(self.state())
+        self._wake_all()
+
+    def _end_without_worker(self) -> None:
+        """After the worker loss timeout, whoever waits is told."""
+        now = time.monotonic()
+        if any(link.is_connected for link in self._links) or self._core is None:
+            self._without_worker_since = None
+        elif self._without_worker_since is None:
+            self._without_worker_since = now
+        elif now - self._without_worker_since > self._config.worker_loss_timeout:
+            reason = f"no worker for {self._config.worker_loss_timeout:g} s: try again later"
+            self._deliver(self._core.end_all(Unavailable(reason)))
+
+    # Planning.
+
+    def _wake_all(self) -> None:
+        for link in self._links:
+            self._wake(link.group)
+
+    def _wake(self, group: int) -> None:
+        """Plans once after this turn of the loop, however many events it brought."""
+        if group not in self._due:
+            self._due.add(group)
+            asyncio.get_running_loop().call_soon(self._plan, group)
+
+    def _plan(self, group: int) -> None:
+        self._due.discard(group)
+        link = self._links[group]
+        depth = self._config.depth or link.depth
+        while link.is_connected and len(link.outstanding) < depth:
+            plan = self._running_core.schedule(group)
+            if plan is None:
+                return
+            link.send(plan)
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        for ended in outputs.ended:
+            self._forget(ended.key)
+        self._frontends.deliver(outputs)
+
+    def _forget(self, key: int) -> None:
+        peer = peer_of(key)
+        keys = self._owners.get(peer, set())
+        keys.discard(key)
+        if not keys:
+            self._owners.pop(peer, None)

@@ -1,0 +1,180 @@
+"""The core's end of the frontends' sockets: turns their messages into requests, and step outputs into their batches.
+
+Owns the connections and the numbering: a sequence's key is (connection number << 32) | the frontend's handle.
+Decides nothing about sequences. Never waits for a frontend: one that doesn't read is disconnected, and it comes back.
+"""
+
+import asyncio
+from typing import Protocol
+
+import numpy as np
+import structlog
+from google.protobuf.message import DecodeError
+
+from scheduler_svc.core import Ended, Request, StepOutputs
+from shared.errors import ProtocolError, QueueFull, TandemError
+from shared.framing import FramingError, read_message, write_message
+from shared.pb import core_pb2
+from shared.rpc import STATUS_CODES
+from shared.types import FinishReason
+from shared.wire import pack, unpack
+
+HANDLE_BITS = 32
+HANDLE_MASK = (1 << HANDLE_BITS) - 1
+
+_log = structlog.get_logger(__name__)
+
+
+class FrontendListener(Protocol):
+    """Who decides. Each call is short and never awaits."""
+
+    def state(self) -> core_pb2.CoreState:
+        """What a frontend is told when it connects."""
+
+    def submit(self, request: Request) -> None:
+        """A new sequence. Raises a TandemError to refuse it."""
+
+    def cancel(self, key: int) -> None:
+        """A frontend wants no more of a sequence."""
+
+    def abort_by_id(self, request_id: str) -> bool:
+        """Ends a request wherever it is; whether there was one."""
+
+    def mask_ready(self, key: int, position: int, allowed: bytes) -> None:
+        """The tokens that a constrained sequence may sample next."""
+
+    def left(self, peer: int) -> None:
+        """A frontend is gone, with all its sequences."""
+
+
+class FrontendLinks:
+    """The connections of all frontends."""
+
+    def __init__(self, listener: FrontendListener) -> None:
+        self._listener = listener
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._accepted = 0
+
+    async def serve(self, path: str) -> asyncio.Server:
+        """Accepts frontends on the Unix socket `path`."""
+        return await asyncio.start_unix_server(self._accept, path, limit=1 << 20)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._accepted += 1
+        peer = self._accepted
+        self._writers[peer] = writer
+        self._send(peer, core_pb2.CoreMessage(state=self._listener.state()))
+        try:
+            while (payload := await read_message(reader)) is not None:
+                self._handle(peer, core_pb2.FrontendMessage.FromString(payload))
+        except (OSError, DecodeError, ProtocolError) as error:
+            _log.warning("frontend disconnected", reason=str(error))
+        finally:
+            self._writers.pop(peer, None)
+            writer.close()
+            self._listener.left(peer)
+
+    def _handle(self, peer: int, message: core_pb2.FrontendMessage) -> None:
+        match message.WhichOneof("kind"):
+            case "submit":
+                try:
+                    self._listener.submit(_request(peer, message.submit))
+                except TandemError as error:
+                    ended = core_pb2.Ended(handle=message.submit.handle, failure=failure(error))
+                    self._send(peer, core_pb2.CoreMessage(tokens=core_pb2.TokenBatch(ended=[ended])))
+            case "cancel":
+                self._listener.cancel(_key(peer, message.cancel.handle))
+            case "abort_by_id":
+                question = message.abort_by_id
+                answer = core_pb2.AbortAnswer(question=question.question)
+                answer.found = self._listener.abort_by_id(question.request_id)
+                self._send(peer, core_pb2.CoreMessage(abort_answer=answer))
+            case "mask_ready":
+                mask = message.mask_ready
+                self._listener.mask_ready(_key(peer, mask.handle), mask.position, mask.allowed)
+
+    def broadcast(self, state: core_pb2.CoreState) -> None:
+        """Tells every frontend the core's state."""
+        for peer in list(self._writers):
+            self._send(peer, core_pb2.CoreMessage(state=state))
+
+    def deliver(self, outputs: StepOutputs) -> None:
+        """One message to each frontend whose sequences are among the outputs."""
+        batches: dict[int, core_pb2.TokenBatch] = {}
+        peers = outputs.keys >> HANDLE_BITS
+        handles = (outputs.keys & HANDLE_MASK).astype(np.uint32).view(np.int32)
+        for peer in np.unique(peers).tolist():
+            mine = peers == peer
+            batches[peer] = core_pb2.TokenBatch(handles=pack(handles[mine]), token_ids=pack(outputs.token_ids[mine]))
+        for key, cached_tokens in outputs.started:
+            batch = batches.setdefault(key >> HANDLE_BITS, core_pb2.TokenBatch())
+            batch.started.add(handle=key & HANDLE_MASK, cached_tokens=cached_tokens)
+        for ended in outputs.ended:
+            batch = batches.setdefault(ended.key >> HANDLE_BITS, core_pb2.TokenBatch())
+            batch.ended.append(_ended(ended))
+        for peer, batch in batches.items():
+            self._send(peer, core_pb2.CoreMessage(tokens=batch))
+
+    def end(self, key: int, error: TandemError) -> None:
+        """Tells a sequence's frontend that it failed."""
+        ended = core_pb2.Ended(handle=key & HANDLE_MASK, failure=failure(error))
+        self._send(key >> HANDLE_BITS, core_pb2.CoreMessage(tokens=core_pb2.TokenBatch(ended=[ended])))
+
+    def _send(self, peer: int, message: core_pb2.CoreMessage) -> None:
+        writer = self._writers.get(peer)
+        if writer is None:
+            return  # gone: `left` has ended its sequences
+        try:
+            write_message(writer, message.SerializeToString())
+        except FramingError as error:
+            _log.warning("frontend disconnected", reason=str(error))
+            writer.transport.abort()
+
+
+def _key(peer: int, handle: int) -> int:
+    return peer << HANDLE_BITS | handle
+
+
+def peer_of(key: int) -> int:
+    """The number of the connection that a key belongs to."""
+    return key >> HANDLE_BITS
+
+
+def _request(peer: int, submit: core_pb2.Submit) -> Request:
+    sampling = submit.sampling
+    return Request(
+        key=_key(peer, submit.handle),
+        request_id=submit.request_id,
+        sample_index=submit.sample_index,
+        prompt=unpack(submit.prompt),
+        output=unpack(submit.output),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=submit.max_tokens or None,
+        min_tokens=submit.min_tokens,
+        stop_token_ids=tuple(unpack(submit.stop_token_ids).tolist()),
+        cache_salt=submit.cache_salt,
+        priority=submit.priority,
+        constrained=submit.constrained,
+    )
+
+
+def _ended(ended: Ended) -> core_pb2.Ended:
+    message = core_pb2.Ended(handle=ended.key & HANDLE_MASK)
+    if isinstance(ended.how, TandemError):
+        message.failure.CopyFrom(failure(ended.how))
+    elif ended.how is FinishReason.LENGTH:
+        message.length.SetInParent()
+    else:
+        assert ended.stop_token_id is not None, "a stop token ended it"
+        message.stop_token_id = ended.stop_token_id
+    return message
+
+
+def failure(error: TandemError) -> core_pb2.Failure:
+    """An error by kind, as a frontend will raise it again."""
+    retry_after_ms = error.retry_after_ms if isinstance(error, QueueFull) else 0
+    return core_pb2.Failure(code=STATUS_CODES[type(error)].value[0], message=str(error), retry_after_ms=retry_after_ms)

@@ -1,0 +1,56 @@
+"""The scheduler's parent process: starts the core and the frontends, keeps them running, stops them in order.
+
+Serves nothing itself. The core listens on a Unix socket in a private folder; frontends share the public port.
+"""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.frontend.config import FrontendConfig
+from shared.model_config import load_model_config
+from shared.ports import find_free, require_free
+from shared.process import STARTUP_FAILED, Supervisor, stop_signals
+from shared.rpc import until_serving
+from shared.settings import to_json
+
+
+async def run(config: SchedulerConfig) -> int:
+    """Serves until SIGINT or SIGTERM; the exit status. Prints one line when ready. A second signal ends the drain.
+
+    Raises StartupError for a bad model folder or a busy port.
+    """
+    name = load_model_config(config.model, config.model_name).name
+    require_free(config.host, config.port)
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder, stop_signals() as stopped:
+        family = Supervisor()
+        socket_path = str(Path(folder) / "core.sock")
+        family.start("core", "scheduler_svc.core_process", ["--config", to_json(config), "--socket", socket_path])
+        frontends = [_frontend(config, socket_path) for _ in range(config.frontends)]
+        for number, frontend in enumerate(frontends):
+            family.start(f"frontend-{number}", "scheduler_svc.frontend.main", ["--config", to_json(frontend)])
+        announcement = f"tandem scheduler ready on {config.host}:{config.port} (model {name})"
+        failed = await family.run(stopped, _until_ready(frontends), announcement)
+        await family.stop((key for key in family.children if key != "core"), config.drain_timeout + 1.0, stopped)
+        await family.stop(["core"], 1.0, stopped)
+        return STARTUP_FAILED if failed else 0
+
+
+def _frontend(config: SchedulerConfig, socket_path: str) -> FrontendConfig:
+    return FrontendConfig(
+        model=config.model,
+        core_socket=Path(socket_path),
+        host=config.host,
+        port=config.port,
+        own_port=find_free(config.host),
+        model_name=config.model_name,
+        use_generation_config=config.generation_config,
+        core_timeout=config.worker_loss_timeout,
+        drain_timeout=config.drain_timeout,
+    )
+
+
+async def _until_ready(frontends: Iterable[FrontendConfig]) -> None:
+    for frontend in frontends:
+        await until_serving(f"{frontend.host}:{frontend.own_port}", "readiness")

@@ -1,0 +1,28 @@
+"""Ports of this machine, before a server binds them."""
+
+import socket
+
+from shared.errors import StartupError
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises StartupError if something listens there: with SO_REUSEPORT a second server would silently share it."""
+    with _socket(host) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT are no server
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            raise StartupError(f"can't listen on {host}:{port} ({error.strerror}): choose another --port") from None
+
+
+def find_free(host: str) -> int:
+    """A port that was free a moment ago."""
+    with _socket(host) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _socket(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

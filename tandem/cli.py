@@ -1,0 +1,139 @@
+"""The command `tandem`: parses, wires, and turns errors into one line. The work is elsewhere.
+
+Imports no torch: the worker's code is imported by `tandem worker` alone.
+"""
+
+import asyncio
+import sys
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from scheduler_svc import main as scheduler_main
+from scheduler_svc.config import SchedulerConfig
+from shared.errors import StartupError, TandemError
+from shared.process import STARTUP_FAILED, die_with_parent
+from shared.telemetry import configure_logging
+from tandem import serve as serving
+from tandem import talk
+from tandem.models import model_folder
+from tandem.options import parameters, settings_from, with_parameters
+from worker_svc.config import WorkerConfig
+
+app = typer.Typer(
+    help="Serves Qwen3 language models: a CPU-only scheduler and workers that talk gRPC.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Option(help="Model folder, or 'tiny': a small trained model in the package.")]
+Endpoint = Annotated[str, typer.Option(help="host:port of a running scheduler.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; unset: up to the context limit.")]
+Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token; unset: the model's default.")]
+Seed = Annotated[int | None, typer.Option(help="Repeats an earlier output.")]
+
+DEFAULT_ENDPOINT = "127.0.0.1:50051"
+
+
+def _serve(model: Model = "tiny", **options: Any) -> None:
+    """Serves a model on this machine: a scheduler and its workers, each restarted when it dies.
+
+    Prints one line when ready. Ctrl-C stops all of it; a second Ctrl-C does not wait for running streams.
+    """
+    configure_logging("serve")
+    model_folder(model)
+    own = {name: options.pop(name) for name in [field.name for field in fields(serving.ServeConfig)]}
+    config = serving.ServeConfig(**own)
+    raise typer.Exit(
+        asyncio.run(serving.run(config, model, _arguments(options, SchedulerConfig), _arguments(options, WorkerConfig)))
+    )
+
+
+def _arguments(options: dict[str, Any], settings: type[Any]) -> list[str]:
+    """Options that were given, as arguments of the command whose settings know them."""
+    words = []
+    for name in (field.name for field in fields(settings)):
+        value, flag = options.get(name), name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def _scheduler(**options: Any) -> None:
+    """Runs a scheduler for workers that run elsewhere. Needs no GPU and no torch."""
+    configure_logging("scheduler")
+    options["model"] = model_folder(options["model"])
+    raise typer.Exit(asyncio.run(scheduler_main.run(settings_from(SchedulerConfig, options))))
+
+
+def _worker(**options: Any) -> None:
+    """Runs one worker group: all ranks of one replica of the model on this machine."""
+    configure_logging("worker")
+    options["model"] = str(model_folder(options["model"]))
+    config = settings_from(WorkerConfig, options)
+    try:
+        from worker_svc import main as worker_main
+    except ModuleNotFoundError as error:
+        raise StartupError(f"a worker needs {error.name}: pip install 'tandem-serve[worker]'") from None
+    raise typer.Exit(worker_main.run(config))
+
+
+SERVE_SETS = ("model", "workers", "host", "port", "drain_timeout")
+app.command("serve")(
+    with_parameters(
+        _serve,
+        [
+            *parameters(serving.ServeConfig),
+            *parameters(SchedulerConfig, without=SERVE_SETS, optional=True),
+            *parameters(WorkerConfig, without=SERVE_SETS, optional=True),
+        ],
+    )
+)
+app.command("scheduler")(with_parameters(_scheduler, parameters(SchedulerConfig)))
+app.command("worker")(with_parameters(_worker, parameters(WorkerConfig)))
+
+
+@app.command()
+def generate(
+    text: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece.")] = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+) -> None:
+    """Streams the continuation of a prompt."""
+    prompt = sys.stdin.read() if text == "-" else text
+    talk.generate(endpoint, prompt, as_json=json, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+@app.command()
+def chat(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+) -> None:
+    """Talks with the model, turn by turn. Ends with Ctrl-D."""
+    talk.chat(endpoint, system=system, max_tokens=max_tokens, temperature=temperature)
+
+
+def main() -> int:
+    """The exit status; an error is one line on standard error."""
+    die_with_parent()
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as end:
+        return end.exit_code
+    except StartupError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return STARTUP_FAILED
+    except TandemError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,63 @@
+"""`make demo`: a trained model streams text through a scheduler and a worker, and the worker is killed in the middle.
+
+Prints two answers to one prompt, kills the worker during the second with the signal that no process can catch, and
+checks that both are the same text.
+"""
+
+import asyncio
+import sys
+import time
+
+from rich.console import Console
+
+from shared.ports import find_free
+from shared.telemetry import configure_logging
+from tandem.client import Client
+from tandem.serve import ServeConfig, Service
+from tandem.talk import show
+
+PROMPT = "In the beginning"
+MAX_TOKENS = 200
+KILL_AFTER_TOKENS = 60
+
+_console = Console(highlight=False)
+
+
+async def main() -> int:
+    """Exit status 0 if both answers are the same."""
+    configure_logging("demo")
+    config = ServeConfig(port=find_free("127.0.0.1"))
+    _console.rule("Starting a scheduler process and a worker process")
+    started = time.monotonic()
+    service = Service(config, "tiny", worker_arguments=["--dtype", "float32"])
+    try:
+        await service.ready()
+        _console.print(f"ready after {time.monotonic() - started:.1f} s", style="dim")
+        _console.rule("A trained Qwen3 model streams its answer")
+        undisturbed = await asyncio.to_thread(_stream, service, kill=False)
+        _console.rule("The same again, but the worker is killed in the middle")
+        disturbed = await asyncio.to_thread(_stream, service, kill=True)
+    finally:
+        await service.stop(asyncio.Event())
+    same = undisturbed == disturbed
+    _console.rule("Both answers are the same text" if same else "THE ANSWERS DIFFER")
+    return 0 if same else 1
+
+
+def _stream(service: Service, *, kill: bool) -> str:
+    """Prints an answer as it comes and returns it."""
+    text, tokens, started = "", 0, time.monotonic()
+    with Client(f"{service.config.host}:{service.config.port}") as client:
+        for delta in client.generate(PROMPT, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True):
+            text, tokens = text + delta.text, tokens + len(delta.token_ids)
+            show(delta, started)
+            if kill and tokens >= KILL_AFTER_TOKENS:
+                kill = False
+                worker = service.family.children["worker-0"]
+                _console.print(f"[kill -9 {worker.pid}: the worker is dead]", style="bold red", markup=False)
+                worker.kill()
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

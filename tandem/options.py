@@ -1,0 +1,78 @@
+"""Command-line options from settings dataclasses: a field is an option, its docstring the help.
+
+So a flag is defined once, where it is used.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+
+def parameters(settings: type[Any], *, without: Iterable[str] = (), optional: bool = False) -> list[inspect.Parameter]:
+    """One keyword parameter per field that is not in `without`.
+
+    With `optional` every default is None, which means: not given; the help still tells the field's default.
+    """
+    hints = get_type_hints(settings)
+    helps = _field_docstrings(settings)
+    result = []
+    for field in fields(settings):
+        if field.name in without:
+            continue
+        kind, default, text = _option_type(hints[field.name]), field.default, helps[field.name]
+        if optional:
+            text += "" if default in (None, MISSING) else f" (default: {default})"
+            kind, default = kind | None, None
+        option = typer.Option(help=text, show_default=default is not None)
+        annotation = Annotated[kind, option]  # type: ignore[valid-type]
+        given = inspect.Parameter.empty if default is MISSING else default
+        result.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=given)
+        )
+    return result
+
+
+def with_parameters(function: Callable[..., None], options: Iterable[inspect.Parameter]) -> Callable[..., None]:
+    """Gives a function of **options the signature that typer reads."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    unique = {parameter.name: parameter for parameter in [*own, *options]}
+    function.__signature__ = inspect.Signature(list(unique.values()))  # type: ignore[attr-defined]
+    function.__annotations__ = {name: parameter.annotation for name, parameter in unique.items()}
+    return function
+
+
+def settings_from(kind: type[Any], values: dict[str, Any]) -> Any:
+    """The settings object of parsed options. A list option takes several values, or one with commas."""
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if hints[name] == tuple[str, ...]:
+            values[name] = tuple(part.strip() for item in value for part in item.split(",") if part.strip())
+    return kind(**values)
+
+
+def _option_type(hint: Any) -> Any:
+    if hint == tuple[str, ...]:
+        return list[str]
+    if hint is Path:
+        return str
+    if NoneType in get_args(hint):
+        return next(kind for kind in get_args(hint) if kind is not NoneType) | None
+    return hint
+
+
+def _field_docstrings(settings: type[Any]) -> dict[str, str]:
+    """The string literal after each field: what a reader of the class sees, a caller of --help sees too."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
+    assert isinstance(definition, ast.ClassDef), "settings are classes"
+    found = {}
+    for field, after in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
+    return found

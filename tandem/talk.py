@@ -1,0 +1,55 @@
+"""What `tandem generate` and `tandem chat` print: streams of a running scheduler on the terminal."""
+
+import dataclasses
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+
+from tandem.client import Client, Delta
+
+_notes = Console(stderr=True, highlight=False, style="dim")
+
+
+def generate(endpoint: str, prompt: str, *, as_json: bool, **parameters: Any) -> None:
+    """Streams the continuation of `prompt`: text with a summary on standard error, or one JSON object per piece."""
+    with Client(endpoint) as client:
+        started = time.monotonic()
+        for delta in client.generate(prompt, **parameters):
+            if as_json:
+                print(json.dumps(dataclasses.asdict(delta)), flush=True)
+            else:
+                show(delta, started)
+
+
+def chat(endpoint: str, *, system: str | None, **parameters: Any) -> None:
+    """Turn by turn until the end of standard input."""
+    messages = [{"role": "system", "content": system}] if system else []
+    with Client(endpoint) as client:
+        while (said := _ask()) is not None:
+            messages.append({"role": "user", "content": said})
+            answer, started = "", time.monotonic()
+            for delta in client.generate(messages, **parameters):
+                answer += delta.text
+                show(delta, started)
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def show(delta: Delta, started: float) -> None:
+    """Prints a piece of text as it comes, and after the last one how it ended and how fast it was."""
+    print(delta.text, end="", flush=True)
+    if delta.finish and delta.usage:
+        seconds, tokens = time.monotonic() - started, delta.usage.completion_tokens
+        print(flush=True)
+        _notes.print(
+            f"[{tokens} tokens, {tokens / seconds:.0f} tokens/s, ended by {delta.finish.reason}]", markup=False
+        )

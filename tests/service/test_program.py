@@ -1,0 +1,115 @@
+"""The command line as a person meets it: one ready line, one line per mistake, and nothing left behind."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.ports import require_free
+from tests.service.tandem_process import Tandem, running
+
+
+def tandem(*arguments: str, stdin: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tandem", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout)
+
+
+def one_line(result: subprocess.CompletedProcess[str], *named: str) -> None:
+    """A failure that says, in one line that names the cause, what is wrong."""
+    assert result.returncode not in (0, None)
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, result.stderr
+    for word in named:
+        assert word in lines[0]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory):
+    with running(tmp_path_factory.mktemp("program") / "log", "--kv-cache-memory", "64") as service:
+        yield service
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "scheduler"])
+def test_a_missing_model(command: str) -> None:
+    workers = ["--workers", "127.0.0.1:1"] if command == "scheduler" else []
+    one_line(tandem(command, "--model", "/nowhere", *workers), "/nowhere")
+
+
+def foreign_model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return str(tmp_path)
+
+
+def test_a_model_that_the_worker_does_not_know(tmp_path: Path) -> None:
+    one_line(tandem("worker", "--model", foreign_model(tmp_path)), "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "scheduler"])
+def test_a_busy_port(command: str) -> None:
+    workers = ["--workers", "127.0.0.1:1"] if command == "scheduler" else []
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        one_line(tandem(command, "--port", port, *workers), port)
+
+
+def test_no_service_at_the_endpoint() -> None:
+    one_line(tandem("generate", "hello", "--endpoint", "127.0.0.1:1"), "127.0.0.1:1")
+
+
+def test_generate_streams_text(service: Tandem) -> None:
+    result = tandem("generate", "In the beginning", "--endpoint", service.endpoint, "--max-tokens", "8")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    assert "8 tokens" in result.stderr
+
+
+def test_generate_reads_standard_input_and_prints_json(service: Tandem) -> None:
+    arguments = ["generate", "-", "--json", "--endpoint", service.endpoint, "--max-tokens", "8", "--temperature", "0"]
+    result = tandem(*arguments, stdin="In the beginning")
+    pieces = [json.loads(line) for line in result.stdout.splitlines()]
+    assert sum(len(piece["token_ids"]) for piece in pieces) == 8
+    plain = tandem("generate", "In the beginning", *arguments[3:])
+    assert "".join(piece["text"] for piece in pieces) == plain.stdout.rstrip("\n")
+
+
+def test_chat_answers_each_turn(service: Tandem) -> None:
+    result = tandem("chat", "--endpoint", service.endpoint, "--max-tokens", "16", stdin="Hello\nWho are you?\n")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("tokens/s") == 2
+
+
+def test_a_mistake_in_a_request_is_one_line(service: Tandem) -> None:
+    one_line(tandem("generate", "hello", "--endpoint", service.endpoint, "--max-tokens", "0"), "max_tokens")
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["scheduler"], ["worker"], ["generate"], ["chat"]])
+def test_help_tells_every_option(command: list[str]) -> None:
+    result = tandem(*command, "--help")
+    assert result.returncode == 0
+    assert "Usage" in result.stdout
+
+
+def test_the_scheduler_has_no_torch(service: Tandem) -> None:
+    """Of the modules that the running processes mapped, none is torch's."""
+    for role in ("core", "frontend"):
+        for process in service.processes(role):
+            assert not any("torch" in entry.path for entry in process.memory_maps()), role
+    modules = "scheduler_svc.main, scheduler_svc.core_process, scheduler_svc.frontend.main, tandem.cli"
+    code = f"import {modules}, sys; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ctrl_c_leaves_no_process_and_no_socket(tmp_path: Path) -> None:
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    with running(tmp_path / "log", "--kv-cache-memory", "64", TMPDIR=str(sockets)) as service:
+        assert list(sockets.rglob("*.sock"))
+        port = service.port
+    assert list(sockets.iterdir()) == []
+    require_free("127.0.0.1", port)

@@ -1,0 +1,96 @@
+"""A worker's settings. Knows no torch, so that the command line reads it at no cost."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from shared.errors import StartupError
+
+DTYPES = ("auto", "float32", "bfloat16", "float64")
+ATTENTION = ("auto", "torch")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What `tandem worker` takes. Raises StartupError, naming the flag, for a value out of range."""
+
+    model: str
+    """Folder with config.json and the safetensors files."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 50052
+    """Port to listen on; 0 takes a free one, which the ready line names."""
+    tensor_parallel: int = 1
+    """Ranks that share the model, one process each."""
+    dtype: str = "auto"
+    """Number format of weights and K/V: auto (as stored), float32, bfloat16 or float64."""
+    block_size: int = 64
+    """Tokens per K/V block."""
+    num_kv_blocks: int | None = None
+    """K/V blocks of the pool; None takes as many as `kv_cache_memory` holds."""
+    kv_cache_memory: int = 1024
+    """MiB of K/V memory per rank."""
+    max_num_seqs: int = 64
+    """Slots of batch state: most sequences in flight at a time."""
+    max_num_batched_tokens: int = 512
+    """Most tokens that one plan may compute."""
+    max_model_len: int | None = None
+    """Most tokens of one sequence; None takes the model's own limit."""
+    attention: str = "auto"
+    """What computes attention: auto or torch."""
+    lease_timeout: float = 3.0
+    """Seconds without a plan, none being executed, after which a scheduler's stream ends."""
+    step_timeout: float = 10.0
+    """Seconds without progress after which a rank counts as hung."""
+    drain_timeout: float = 30.0
+    """Seconds that a stopping worker lets the scheduler's stream go on."""
+    threads: int = 1
+    """CPU threads per rank for matrix operations."""
+
+    def __post_init__(self) -> None:
+        """Checks every value on its own; what depends on the model is checked when that is read."""
+        for name in ("tensor_parallel", "block_size", "kv_cache_memory", "max_num_seqs", "threads"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("num_kv_blocks", "max_num_batched_tokens", "max_model_len"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("lease_timeout", "step_timeout"):
+            if not getattr(self, name) > 0:
+                raise StartupError(f"{_flag(name)} {getattr(self, name)}: seconds above 0 are needed")
+        if not self.drain_timeout >= 0:
+            raise StartupError(f"--drain-timeout {self.drain_timeout}: seconds from 0 on are needed")
+        if not 0 <= self.port < 65536:
+            raise StartupError(f"--port {self.port}: not within [0, 65535]")
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("attention", self.attention, ATTENTION)
+
+    @property
+    def folder(self) -> Path:
+        """The model folder."""
+        return Path(self.model)
+
+    def to_json(self) -> str:
+        """For the command line of a rank."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "WorkerConfig":
+        """The inverse of to_json; unknown keys raise StartupError."""
+        values = json.loads(text)
+        unknown = set(values) - {field.name for field in fields(cls)}
+        if unknown:
+            raise StartupError(f"unknown worker settings: {', '.join(sorted(unknown))}")
+        return cls(**values)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise StartupError(f"{_flag(name)} {value}: at least {least} is needed")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise StartupError(f"{_flag(name)} {value}: not among {', '.join(allowed)}")

@@ -1,0 +1,99 @@
+"""Linear layers split over the ranks. With embedding.py the only place that knows how parameters are split.
+
+Megatron-LM's scheme (Shoeybi et al. 2019): the layers that widen are split by output, those that narrow by input, so
+that attention and feed-forward need one all-reduce each.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from worker_svc.layers.shard import Shard, sibling
+from worker_svc.parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one checkpoint matrix that this rank keeps."""
+
+    name: str
+    total: int
+    """Rows of the whole matrix."""
+    start: int
+    size: int
+
+
+def split_part(name: str, total: int, group: TensorParallel) -> Part:
+    """An even split."""
+    assert total % group.size == 0
+    size = total // group.size
+    return Part(name, total, group.rank * size, size)
+
+
+def kv_heads_per_rank(num_kv_heads: int, group: TensorParallel) -> int:
+    """At least one: ranks beyond the number of K/V heads share them."""
+    return max(1, num_kv_heads // group.size)
+
+
+def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, group: TensorParallel) -> list[Part]:
+    """Query heads split evenly; each rank keeps the K/V heads that its query heads read."""
+    kv_heads = kv_heads_per_rank(num_kv_heads, group)
+    first = group.rank * num_kv_heads // group.size
+    total = num_kv_heads * head_dim
+    return [
+        split_part("q_proj", num_heads * head_dim, group),
+        Part("k_proj", total, first * head_dim, kv_heads * head_dim),
+        Part("v_proj", total, first * head_dim, kv_heads * head_dim),
+    ]
+
+
+class ColumnParallelLinear(nn.Module):
+    """One or more matrices split by output and packed into one: [T, in_features] to [T, this rank's outputs]."""
+
+    def __init__(self, in_features: int, parts: Sequence[Part], bias: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        self.sizes = [part.size for part in parts]
+        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features))
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] to [T, sum(sizes)]."""
+        return functional.linear(x, self.weight, self.bias)
+
+    def shards(self, name: str) -> Iterator[Shard]:
+        """One shard per part and parameter."""
+        start = 0
+        for part in self.parts:
+            rows = slice(start, start + part.size)
+            source = sibling(name, part.name)
+            yield Shard(f"{source}.weight", (part.total, self.weight.shape[1]), self.weight[rows], start=part.start)
+            if self.bias is not None:
+                yield Shard(f"{source}.bias", (part.total,), self.bias[rows], start=part.start)
+            start += part.size
+
+
+class RowParallelLinear(nn.Module):
+    """A matrix split by input: [T, this rank's inputs] to [T, out_features], summed over the ranks."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, group: TensorParallel) -> None:
+        super().__init__()
+        self.group = group
+        self.part = split_part("", in_features, group)
+        self.weight = nn.Parameter(torch.empty(out_features, self.part.size))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The bias is added once, after the sum."""
+        y = self.group.all_reduce(functional.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+    def shards(self, name: str) -> Iterator[Shard]:
+        """The columns of this rank, and the whole bias."""
+        shape = (self.weight.shape[0], self.part.total)
+        yield Shard(f"{name}.weight", shape, self.weight, dim=1, start=self.part.start)
+        if self.bias is not None:
+            yield Shard(f"{name}.bias", tuple(self.bias.shape), self.bias)

@@ -1,0 +1,66 @@
+"""Counter-based sampling noise, keyed by (64-bit seed, absolute position of the sampled token, vocabulary index).
+
+Written in 32-bit multiplications, additions, exclusive ors and shifts, so that it is the same bits on every device;
+numpy's uint32 is the definition, torch does the same on int32. The mixer is Chris Wellons' lowbias32 with the
+constants of his hash-prospector (bias 0.107); two rounds per element, because one round would make the noise of two
+rows whose keys are near each other a permutation of the same values.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+UInts = NDArray[np.uint32]
+
+_FIRST, _SECOND = 0x21F0AAAD, 0xD35A2D97
+_LOW, _HIGH = 0x9E3779B9, 0x85EBCA6B  # keep an all-zero key from mixing to zero
+
+
+def mix(x: UInts) -> UInts:
+    """A bijection of 32 bits in which each input bit flips each output bit half of the time."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(_FIRST)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(_SECOND)
+    return x ^ (x >> np.uint32(15))
+
+
+def row_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> tuple[UInts, UInts]:
+    """Two 32-bit keys per row, [N] each. For one position different seeds never give the same pair."""
+    low = mix(seeds.astype(np.uint32) ^ np.uint32(_LOW))
+    high = mix((seeds >> np.uint64(32)).astype(np.uint32) ^ low ^ np.uint32(_HIGH))
+    first = mix((low ^ positions.astype(np.uint32)) + high)
+    return first, mix(high ^ first)
+
+
+def noise_bits(keys: tuple[UInts, UInts], indices: UInts) -> UInts:
+    """[N, V]: 32 random bits for every row and vocabulary index."""
+    first, second = keys
+    return mix(mix(indices ^ first[:, None]) + second[:, None])
+
+
+def torch_noise_bits(keys: tuple[UInts, UInts], start: int, count: int) -> Tensor:
+    """noise_bits of the indices start to start + count, the bits as int32."""
+    first, second = (torch.from_numpy(key.view(np.int32))[:, None] for key in keys)
+    indices = torch.arange(start, start + count, dtype=torch.int32)
+    return _torch_mix(_torch_mix(indices ^ first) + second)
+
+
+def _torch_mix(x: Tensor) -> Tensor:
+    """In place. int32 products and sums wrap; shifts must be made logical."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(_FIRST))
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_SECOND))
+    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def exponential(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """E ~ Exp(1) = -log(1 - u) for u = (bits + 0.5) / 2^32, finite and above zero.
+
+    Both tails keep all 32 bits: w is u or 1 - u, whichever is below a half, so nothing rounds to 0 or 1.
+    """
+    upper = bits < 0  # as unsigned: from 2^31 on
+    w = (torch.where(upper, ~bits, bits).to(dtype) + 0.5) * 2.0**-32
+    return torch.where(upper, w.log(), (-w).log1p()).neg_()

@@ -1,0 +1,103 @@
+"""Turns logits that are split over the ranks by vocabulary into one token per row, the same on every rank.
+
+A token is argmax(logits / temperature - log E) with E ~ Exp(1): a sample of softmax(logits / temperature), the Gumbel
+maximum trick (Maddison et al. 2014). Common rows exchange one (value, token) per rank; for filtered rows rank 0 gets
+all logits and decides.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_svc.layers.filters import filter_logits
+from worker_svc.layers.noise import exponential, row_keys, torch_noise_bits
+from worker_svc.layers.norm import wide
+from worker_svc.parallel import TensorParallel
+from worker_svc.runner.sampling_state import SamplingInputs
+
+Rows: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token per sampling row."""
+
+    token_ids: Tensor
+    """[N] int64; 0 where the row failed."""
+    failed: Tensor
+    """[N] bool: the row's logits had no finite maximum."""
+
+
+class Sampler:
+    """Samples on one rank, which has the logits of the tokens from `start` on."""
+
+    def __init__(self, group: TensorParallel, start: int, vocabulary_size: int) -> None:
+        self._group = group
+        self._start = start
+        self._vocabulary_size = vocabulary_size
+
+    def __call__(self, logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
+        """`logits` [N, tokens of this rank], changed in place. Every rank calls it with the same inputs."""
+        logits = logits.to(wide(logits.dtype))
+        self._restrict(logits, inputs)
+        temperature = torch.from_numpy(np.where(inputs.greedy, 1, inputs.temperature)).to(logits.dtype)
+        logits /= temperature[:, None]
+        token_ids = torch.zeros(len(logits), dtype=torch.int64)
+        best = torch.zeros(len(logits), dtype=logits.dtype)
+        for chosen_rows, choose in ((~inputs.filtered, self._choose_common), (inputs.filtered, self._choose_filtered)):
+            rows = np.flatnonzero(chosen_rows)
+            if len(rows):
+                index = torch.from_numpy(rows)
+                best[index], token_ids[index] = choose(logits[index], inputs, rows)
+        failed = ~best.isfinite()
+        return SampledTokens(token_ids.masked_fill(failed, 0), failed)
+
+    def _restrict(self, logits: Tensor, inputs: SamplingInputs) -> None:
+        """Takes out suppressed tokens and those outside a mask."""
+        end = self._start + logits.shape[1]
+        rows, tokens = torch.from_numpy(inputs.suppressed.astype(np.int64)).unbind(-1)
+        here = (tokens >= self._start) & (tokens < end)
+        logits[rows[here], tokens[here] - self._start] = -torch.inf
+        for row, allowed in inputs.masks:
+            local = torch.from_numpy(~allowed[self._start : end])
+            logits[row, : len(local)].masked_fill_(local, -torch.inf)
+
+    def _choose_common(self, logits: Tensor, inputs: SamplingInputs, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Each rank's best, then the best of all; the lowest token of equal ones."""
+        values, indices = _add_noise(logits, inputs, rows, self._start).max(-1)
+        pairs = torch.stack((values.double(), (indices + self._start).double()), dim=-1)
+        values, tokens = self._group.all_gather(pairs).unbind(-1)  # [ranks, n]
+        best, rank = values.max(0)
+        return best.to(logits.dtype), tokens.gather(0, rank[None])[0].long()
+
+    def _choose_filtered(self, logits: Tensor, inputs: SamplingInputs, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Rank 0 decides on the whole distribution and tells the others."""
+        parts = self._group.gather_to_first(logits)
+        chosen = torch.empty(len(logits), 2, dtype=torch.float64)
+        if parts:
+            whole = torch.cat(parts, dim=-1)[:, : self._vocabulary_size]
+            top_k, top_p, min_p = (torch.from_numpy(x[rows]) for x in (inputs.top_k, inputs.top_p, inputs.min_p))
+            kept = filter_logits(whole, top_k, top_p, min_p)
+            values, indices = _add_noise(kept, inputs, rows, 0).max(-1)
+            chosen = torch.stack((values.double(), indices.double()), dim=-1)
+        best, tokens = self._group.broadcast(chosen).unbind(-1)
+        return best.to(logits.dtype), tokens.long()
+
+
+def _add_noise(logits: Tensor, inputs: SamplingInputs, rows: Rows, start: int) -> Tensor:
+    """In place: logits - log E, except in greedy rows. `logits` are those of `rows` and the tokens from `start` on."""
+    noisy = np.flatnonzero(~inputs.greedy[rows])
+    if len(noisy):
+        keys = row_keys(inputs.seeds[rows[noisy]], inputs.positions[rows[noisy]])
+        bits = torch_noise_bits(keys, start, logits.shape[1])
+        logits[torch.from_numpy(noisy)] -= exponential(bits, logits.dtype).log_()
+    return logits
+
+
+def to_host(sampled: SampledTokens) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Token ids, and the indices of failed rows."""
+    return sampled.token_ids.int().numpy(), sampled.failed.nonzero()[:, 0].int().numpy()

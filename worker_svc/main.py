@@ -1,0 +1,88 @@
+"""Entry points of the worker: `run` starts a group, `python -m worker_svc.main` is one rank of it.
+
+Imports no torch until a rank needs it, so that the command line and the launcher stay light.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import structlog
+
+from shared.errors import StartupError
+from shared.process import STARTUP_FAILED, die_with_parent
+from shared.telemetry import configure_logging
+from worker_svc.config import WorkerConfig
+from worker_svc.launcher import WorkerFailed, launch
+from worker_svc.progress import Progress, open_cells
+
+_log = structlog.get_logger(__name__)
+
+
+def run(config: WorkerConfig) -> int:
+    """Runs a worker group until SIGTERM or SIGINT; the exit status. What went wrong is one line on stderr."""
+    configure_logging("worker launcher")
+    try:
+        asyncio.run(launch(config))
+    except StartupError as error:
+        print(f"tandem worker: {error}", file=sys.stderr)
+        return STARTUP_FAILED
+    except WorkerFailed as error:
+        print(f"tandem worker: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_rank(config: WorkerConfig, rank: int, folder: Path) -> int:
+    """One rank, until the launcher (rank 0) or rank 0 (the others) says to stop; the exit status."""
+    configure_logging(f"worker rank {rank}")
+    progress = Progress(open_cells(folder / "progress", config.tensor_parallel), rank)
+    try:
+        if rank == 0:
+            _run_first(config, folder / "rendezvous", progress)
+        else:
+            _run_follower(config, rank, folder / "rendezvous", progress)
+    except StartupError as error:
+        (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")
+        return 1
+    except Exception:
+        _log.exception("rank failed")
+        return 1
+    return 0
+
+
+def _run_first(config: WorkerConfig, rendezvous: Path, progress: Progress) -> None:
+    import uvloop
+
+    from worker_svc.serve import serve
+
+    uvloop.run(serve(config, rendezvous, progress))
+
+
+def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: Progress) -> None:
+    from shared.model_config import load_model_config
+    from worker_svc.parallel import join
+    from worker_svc.runner.build import build_runner
+    from worker_svc.runner.group import beat_in_thread, follow
+
+    beat_in_thread(progress.beat)
+    group = join(rank, config.tensor_parallel, rendezvous)
+    follow(build_runner(config, load_model_config(config.folder), group), group, progress)
+
+
+def main() -> int:
+    """Parses what the launcher passes. Signals of the terminal are the launcher's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    parser = argparse.ArgumentParser(description="One rank of a worker group.")
+    parser.add_argument("--config", required=True, type=WorkerConfig.from_json, help="settings as JSON")
+    parser.add_argument("--rank", required=True, type=int)
+    parser.add_argument("--folder", required=True, type=Path, help="the group's folder for rendezvous and progress")
+    arguments = parser.parse_args()
+    return run_rank(arguments.config, arguments.rank, arguments.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The model families, one readable file each. No loading code."""

@@ -1,0 +1,81 @@
+"""The ranks of one tensor-parallel group and their collectives. Knows nothing of plans, models or gRPC."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FOREVER = timedelta(days=365)  # idle ranks wait in a collective; the launcher watches for hung ones
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """This process's place in its group. Every rank must call the same collectives in the same order."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        if self.size == 1:
+            return value
+        cell = torch.tensor([value])
+        dist.all_reduce(cell, op=dist.ReduceOp.MIN)
+        return int(cell)
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """[size, *values.shape]: every rank's values, on every rank."""
+        if self.size == 1:
+            return values[None]
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(gathered, values.contiguous())
+        return torch.stack(gathered)
+
+    def gather_to_first(self, values: Tensor) -> list[Tensor]:
+        """Every rank's values in rank order on rank 0; an empty list elsewhere."""
+        if self.size == 1:
+            return [values]
+        gathered = [torch.empty_like(values) for _ in range(self.size)] if self.rank == 0 else []
+        dist.gather(values.contiguous(), gathered or None, dst=0)
+        return gathered
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Rank 0's values, in place."""
+        if self.size > 1:
+            dist.broadcast(values, src=0)
+        return values
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes; other ranks pass None and wait for them."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        length = self.broadcast(torch.tensor([len(data or b"")]))
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
+        if payload is None:
+            payload = torch.empty(int(length), dtype=torch.uint8)
+        return self.broadcast(payload).numpy().tobytes()
+
+
+def join(rank: int, size: int, rendezvous: Path) -> TensorParallel:
+    """Waits for all ranks of the group at a file that they share."""
+    if size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=_FOREVER
+        )
+    return TensorParallel(rank, size)
+
+
+def leave(group: TensorParallel) -> None:
+    """Ends the group's connections."""
+    if group.size > 1:
+        dist.destroy_process_group()

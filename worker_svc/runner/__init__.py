@@ -1,0 +1,1 @@
+"""Plan fold, batch state, forward pass and sampling of one rank."""

@@ -1,0 +1,217 @@
+"""Batch state as a fold of step plans: what each slot holds, and the inputs of the step that a plan asks for.
+
+Owns positions, block tables and sampling parameters by slot. Numpy only: it knows no torch, no model and no rank, so
+every rank that folds the same plans holds the same state. Last sampled tokens are not here: they stay on the device.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import InvalidRequest
+from shared.types import Admission, IntArray, StepPlan
+from worker_svc.runner.sampling_state import SamplingInputs, SamplingState
+
+LongArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds that a plan must keep."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocabulary_size: int
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Width of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one forward pass needs. T tokens of R rows (variable-length batch), F of them fed back, N rows sample."""
+
+    token_ids: LongArray
+    """[T]; undefined where `feedback_index` points."""
+    positions: LongArray
+    """[T]"""
+    slot_mapping: LongArray
+    """[T]: block id x block size + offset, where the token's K/V goes."""
+    cu_seqlens: IntArray
+    """[R + 1]: row r has the tokens cu_seqlens[r] to cu_seqlens[r + 1]."""
+    seq_lens: IntArray
+    """[R]: tokens with K/V once the step ran, those that row r attends to."""
+    block_size: int
+    block_tables: IntArray
+    """[R, most blocks of a row]; filled up with the row's own first block."""
+    feedback_index: LongArray
+    """[F]: indices into token_ids that take the last sampled token of `feedback_slots`."""
+    feedback_slots: LongArray
+    """[F]"""
+    sampling: SamplingInputs
+    """The N rows that reach their sequence's last token."""
+    zeroed: IntArray
+    """Block ids to fill with zeros before anything else."""
+
+
+class BatchState:
+    """state = apply(state, plan). An error leaves it undefined: reset it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.reset()
+
+    def reset(self) -> None:
+        """The state of a new epoch: every slot is free and step 1 is next."""
+        slots = self.limits.max_num_seqs
+        self._next_step = 1
+        self._admitted = np.zeros(slots, dtype=bool)
+        self._computed = np.zeros(slots, dtype=np.int64)
+        self._known = np.zeros(slots, dtype=np.int64)
+        self._length = np.zeros(slots, dtype=np.int64)
+        self._num_blocks = np.zeros(slots, dtype=np.int64)
+        self._tables = np.zeros((slots, self.limits.blocks_per_sequence), dtype=np.int32)
+        self._sampling = SamplingState(slots, self.limits.vocabulary_size)
+
+    def apply(self, plan: StepPlan) -> StepInputs:
+        """Raises InvalidRequest, naming field and bound, for a plan that can't follow the ones before it."""
+        if plan.step_id != self._next_step:
+            raise InvalidRequest("step_id", f"{plan.step_id} where {self._next_step} is next")
+        self._next_step += 1
+        self._admit(plan.admitted)
+        self._grow(plan.grown)
+        _check_range("zeroed", plan.zeroed, self.limits.num_blocks)
+        return self._advance(plan)
+
+    def _admit(self, admitted: tuple[Admission, ...]) -> None:
+        for index, admission in enumerate(admitted):
+            _check_admission(f"admitted[{index}]", admission, self.limits)
+            slot, blocks = admission.slot, admission.block_ids
+            self._admitted[slot] = True
+            self._computed[slot] = admission.cached_length
+            self._known[slot] = self._length[slot] = admission.known_length
+            self._num_blocks[slot] = len(blocks)
+            self._tables[slot, : len(blocks)] = blocks
+            self._sampling.admit(f"admitted[{index}]", admission)
+        if len({admission.slot for admission in admitted}) != len(admitted):
+            raise InvalidRequest("admitted", "a slot appears twice")
+
+    def _grow(self, grown: IntArray) -> None:
+        if not len(grown):
+            return
+        self._check_slots("grown", grown[:, 0])
+        _check_range("grown", grown[:, 1], self.limits.num_blocks)
+        pairs = grown[np.argsort(grown[:, 0], kind="stable")]
+        slots, first, counts = np.unique(pairs[:, 0], return_index=True, return_counts=True)
+        if (self._num_blocks[slots] + counts > self.limits.blocks_per_sequence).any():
+            raise InvalidRequest("grown", f"a slot gets more than {self.limits.blocks_per_sequence} blocks")
+        columns = np.arange(len(pairs)) - np.repeat(first - self._num_blocks[slots], counts)
+        self._tables[pairs[:, 0], columns] = pairs[:, 1]
+        self._num_blocks[slots] += counts
+
+    def _advance(self, plan: StepPlan) -> StepInputs:
+        slots, counts, known = plan.rows.T.astype(np.int64)
+        self._check_rows(slots, counts, known)
+        _check_range("token_ids", plan.token_ids, self.limits.vocabulary_size)
+        if known.sum() != len(plan.token_ids):
+            raise InvalidRequest("token_ids", f"{len(plan.token_ids)} ids for {known.sum()} known tokens")
+        starts = self._computed[slots]
+        ends = starts + counts
+        self._check_ends(slots, ends)
+        cu_seqlens = np.concatenate(([0], np.cumsum(counts)))
+        row_of = np.repeat(np.arange(len(slots)), counts)
+        positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row_of]
+        token_ids = np.zeros(len(positions), dtype=np.int64)
+        token_ids[np.repeat(known > 0, counts)] = plan.token_ids
+        feedback_rows = np.flatnonzero(known == 0)
+        sampling_rows = np.flatnonzero(ends == self._length[slots])
+        sampling_slots = slots[sampling_rows]
+        inputs = StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=self._slot_mapping(slots[row_of], positions),
+            cu_seqlens=cu_seqlens.astype(np.int32),
+            seq_lens=ends.astype(np.int32),
+            block_size=self.limits.block_size,
+            block_tables=self._block_tables(slots),
+            feedback_index=cu_seqlens[:-1][feedback_rows],
+            feedback_slots=slots[feedback_rows],
+            sampling=self._sampling.inputs(
+                sampling_slots, cu_seqlens[1:][sampling_rows] - 1, self._length[sampling_slots], plan.masks
+            ),
+            zeroed=plan.zeroed,
+        )
+        self._computed[slots] = ends
+        self._length[sampling_slots] += 1
+        return inputs
+
+    def _slot_mapping(self, slots: LongArray, positions: LongArray) -> LongArray:
+        block, offset = np.divmod(positions, self.limits.block_size)
+        mapping: LongArray = self._tables[slots, block].astype(np.int64) * self.limits.block_size + offset
+        return mapping
+
+    def _block_tables(self, slots: LongArray) -> IntArray:
+        """Fills up with a block of the row itself, so that what a row masks out is never another sequence's NaN."""
+        blocks = self._num_blocks[slots]
+        width = int(blocks.max(initial=0))
+        tables = self._tables[slots, :width]
+        beyond = np.arange(width) >= blocks[:, None]
+        filled: IntArray = np.where(beyond, tables[:, :1], tables)
+        return filled
+
+    def _check_slots(self, field: str, slots: IntArray | LongArray) -> None:
+        _check_range(field, slots, self.limits.max_num_seqs, "slot")
+        if not self._admitted[slots].all():
+            free = slots[~self._admitted[slots]][0]
+            raise InvalidRequest(field, f"slot {free} holds no sequence")
+
+    def _check_rows(self, slots: LongArray, counts: LongArray, known: LongArray) -> None:
+        self._check_slots("rows", slots)
+        if len(np.unique(slots)) != len(slots):
+            raise InvalidRequest("rows", "a slot has two rows")
+        if (counts < 1).any():
+            raise InvalidRequest("rows", "a row has no token")
+        if counts.sum() > self.limits.max_num_batched_tokens:
+            raise InvalidRequest("rows", f"{counts.sum()} tokens; at most {self.limits.max_num_batched_tokens} fit")
+        if not ((known == counts) | ((known == 0) & (counts == 1))).all():
+            raise InvalidRequest("rows", "known ids are all of a row's tokens, or none of one token")
+        unsampled = (known == 0) & (self._length[slots] == self._known[slots])
+        if unsampled.any():
+            raise InvalidRequest("rows", f"slot {slots[unsampled][0]} has sampled no token to continue from")
+
+    def _check_ends(self, slots: LongArray, ends: LongArray) -> None:
+        for bound, what in (
+            (self._length[slots], "tokens of its sequence"),
+            (self._num_blocks[slots] * self.limits.block_size, "tokens of its blocks"),
+            (self.limits.max_model_len, "tokens of the context"),
+        ):
+            if (ends > bound).any():
+                raise InvalidRequest("rows", f"slot {slots[ends > bound][0]} goes beyond the {what}")
+
+
+def _check_range(field: str, values: IntArray | LongArray, bound: int, what: str = "id") -> None:
+    wrong = (values < 0) | (values >= bound)
+    if wrong.any():
+        raise InvalidRequest(field, f"{what} {values[wrong][0]} is not within [0, {bound})")
+
+
+def _check_admission(field: str, admission: Admission, limits: Limits) -> None:
+    if not 0 <= admission.slot < limits.max_num_seqs:
+        raise InvalidRequest(field, f"slot {admission.slot} is not within [0, {limits.max_num_seqs})")
+    if not 0 < admission.prompt_length <= admission.known_length <= limits.max_model_len:
+        raise InvalidRequest(
+            field,
+            f"prompt_length {admission.prompt_length} and known_length {admission.known_length} are not in order "
+            f"within [1, {limits.max_model_len}]",
+        )
+    if not 0 <= admission.cached_length < admission.known_length:
+        raise InvalidRequest(field, f"cached_length {admission.cached_length} is not below the known length")
+    if len(admission.block_ids) != -(-admission.cached_length // limits.block_size):
+        raise InvalidRequest(field, f"{len(admission.block_ids)} blocks for {admission.cached_length} cached tokens")
+    _check_range(field, admission.block_ids, limits.num_blocks, "block")

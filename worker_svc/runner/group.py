@@ -1,0 +1,93 @@
+"""Runs one plan stream on all ranks of a group: rank 0 passes every command on, the others follow.
+
+All ranks run the same commands in the same order, so that their batch states can't differ. A plan that is refused is
+refused by all of them; any other error of one rank leaves the others in a collective, and the launcher ends them.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from shared.errors import InvalidRequest
+from shared.pb import worker_pb2
+from shared.types import StepPlan, StepResult
+from shared.wire import plan_from_pb
+from worker_svc.layers.sampler import to_host
+from worker_svc.parallel import TensorParallel
+from worker_svc.progress import BEAT_S, Progress
+from worker_svc.runner.runner import ModelRunner
+
+_log = structlog.get_logger(__name__)
+
+_OPEN, _STEP, _QUIT = b"O", b"S", b"Q"
+
+
+class GroupRunner:
+    """Rank 0's runner with the other ranks behind it. Call it from one thread."""
+
+    def __init__(self, runner: ModelRunner, group: TensorParallel, progress: Progress) -> None:
+        self.runner = runner
+        self._group = group
+        self._progress = progress
+
+    def open_epoch(self) -> None:
+        """Drops all batch state, on every rank, once the step that is running there has ended."""
+        with self._progress.step():
+            self._tell(_OPEN)
+            self.runner.open_epoch()
+
+    def step(self, message: worker_pb2.StepPlan) -> StepResult:
+        """Raises InvalidRequest for what is no plan, or does not follow; then a new epoch must be opened."""
+        started = time.perf_counter()
+        plan = parse_plan(message)
+        with self._progress.step():
+            if self._group.size > 1:
+                self._tell(_STEP + message.SerializeToString())
+            token_ids, failed_rows = to_host(self.runner.step(plan))
+        elapsed = time.perf_counter() - started
+        return StepResult(plan.epoch, plan.step_id, token_ids, failed_rows, step_time_us=int(elapsed * 1e6))
+
+    def close(self) -> None:
+        """The other ranks end."""
+        self._tell(_QUIT)
+
+    def _tell(self, command: bytes) -> None:
+        self._group.broadcast_bytes(command)
+
+
+def follow(runner: ModelRunner, group: TensorParallel, progress: Progress) -> None:
+    """Runs what rank 0 passes on until it says to end."""
+    while (command := group.broadcast_bytes(None)) != _QUIT:
+        with progress.step():
+            if command == _OPEN:
+                runner.open_epoch()
+            else:
+                _follow_step(runner, command[len(_STEP) :])
+
+
+def _follow_step(runner: ModelRunner, data: bytes) -> None:
+    try:
+        runner.step(parse_plan(worker_pb2.StepPlan.FromString(data)))
+    except InvalidRequest as error:
+        _log.warning("refused a plan, as rank 0 did", problem=str(error))
+
+
+def parse_plan(message: worker_pb2.StepPlan) -> StepPlan:
+    """Raises InvalidRequest where the message is not a plan."""
+    try:
+        return plan_from_pb(message)
+    except ValueError as error:
+        raise InvalidRequest("plan", str(error)) from None
+
+
+def beat_in_thread(beat: Callable[[], None]) -> None:
+    """For a rank without an event loop: beats until the process ends."""
+
+    def loop() -> None:
+        while True:
+            beat()
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=loop, daemon=True).start()

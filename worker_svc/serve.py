@@ -1,0 +1,154 @@
+"""Rank 0's process: gRPC server, health, signals, draining."""
+
+import asyncio
+import contextlib
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shared.errors import StartupError
+from shared.model_config import ModelConfig, load_model_config
+from shared.pb import worker_pb2, worker_pb2_grpc
+from shared.rpc import make_server
+from shared.types import WorkerDescription
+from worker_svc import __version__
+from worker_svc.config import WorkerConfig
+from worker_svc.model_checks import dtype_name
+from worker_svc.parallel import join
+from worker_svc.progress import BEAT_S, Progress
+from worker_svc.runner.build import build_runner
+from worker_svc.runner.group import GroupRunner
+from worker_svc.servicer import WorkerServicer
+
+_log = structlog.get_logger(__name__)
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+
+class WorkerServer:
+    """The endpoint of a worker group: listens at once, answers when warm, drains when told to stop."""
+
+    def __init__(self, config: WorkerConfig, progress: Progress) -> None:
+        self._config = config
+        self._progress = progress
+        self._thread = ThreadPoolExecutor(1, "steps")
+        self._servicer = WorkerServicer(self._thread, config.lease_timeout)
+        self._health = health.aio.HealthServicer()
+        self._group: GroupRunner | None = None
+        self._server = make_server(share_port=False)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def start(self) -> int:
+        """Listens; gives the port. Raises StartupError where the address can't be had."""
+        address = _address(self._config.host, self._config.port)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError:
+            raise StartupError(f"can't listen on {address}: is the port taken?") from None
+        await self._update_health()
+        await self._server.start()
+        return port
+
+    async def load(self, rendezvous: Path) -> WorkerDescription:
+        """Joins the other ranks, loads the model, and begins to answer. Raises StartupError."""
+        loop = asyncio.get_running_loop()
+        model = load_model_config(self._config.folder)
+        self._group = await loop.run_in_executor(
+            self._thread, _load_group, self._config, model, rendezvous, self._progress
+        )
+        description = _describe(self._config, model, self._group)
+        self._servicer.serve(self._group, description)
+        await self._update_health()
+        return description
+
+    async def watch(self) -> None:
+        """Beats and keeps the health service true, for ever."""
+        while True:
+            self._progress.beat()
+            await self._update_health()
+            await asyncio.sleep(BEAT_S)
+
+    async def drain(self) -> None:
+        """Opens no new stream; lets the one that is open go on until it ends, at most for the drain timeout."""
+        self._servicer.draining = True
+        await self._update_health()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout):
+                await self._servicer.lease.released()
+
+    async def stop(self) -> None:
+        """Ends what is still open, and the other ranks."""
+        await self._server.stop(grace=0.5)
+        if self._group is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._group.close)
+        self._thread.shutdown()
+
+    async def _update_health(self) -> None:
+        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        stalled = self._progress.stalled(self._config.step_timeout)
+        ready = self._group is not None and not self._servicer.draining and not stalled
+        await self._health.set("liveness", serving)
+        for service in ("", "readiness", SERVICE):
+            await self._health.set(service, serving if ready else not_serving)
+
+
+async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress) -> None:
+    """Serves until SIGTERM. Raises StartupError where it can't begin to."""
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    server = WorkerServer(config, progress)
+    port = await server.start()
+    watch = asyncio.create_task(server.watch())
+    loading = asyncio.create_task(server.load(rendezvous))
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+    description = await loading  # a load can't be interrupted
+    print(ready_line(config, description, port), flush=True)
+    await stopped
+    _log.info("draining")
+    await server.drain()
+    await server.stop()
+    watch.cancel()
+
+
+def ready_line(config: WorkerConfig, description: WorkerDescription, port: int) -> str:
+    """The one line on stdout."""
+    return (
+        f"tandem worker ready on {_address(config.host, port)} (model {description.model_name}, {description.dtype}, "
+        f"{description.num_blocks} blocks of {description.block_size} tokens, "
+        f"tensor parallel {description.tensor_parallel_size}, attention {description.attention})"
+    )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, progress: Progress) -> GroupRunner:
+    ranks = join(0, config.tensor_parallel, rendezvous)
+    return GroupRunner(build_runner(config, model, ranks), ranks, progress)
+
+
+def _describe(config: WorkerConfig, model: ModelConfig, group: GroupRunner) -> WorkerDescription:
+    limits = group.runner.limits
+    return WorkerDescription(
+        fingerprint=model.fingerprint,
+        model_name=model.name,
+        dtype=dtype_name(config, model),
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        max_model_length=limits.max_model_len,
+        vocabulary_size=limits.vocabulary_size,
+        eos_token_ids=model.eos_token_ids,
+        tensor_parallel_size=config.tensor_parallel,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        version=__version__,
+        attention=group.runner.attention_name,
+    )
