@@ -163,7 +163,7 @@ def test_limits_follow_the_core_s_state(model: Path) -> None:
         async with serving(model, lambda submit: ((), length())) as served:
             changed = core_pb2.ServedModel(context_limit=5, vocabulary_size=10)
             served.core.tell(ready_state(model=changed))
-            while served.frontend.link.state != served.core.state:  # noqa: ASYNC110
+            while served.frontend.link.state != served.core.state:
                 await asyncio.sleep(0.002)
             for refused in (_ids(1, 2, 3, 4, 5), _ids(10)):
                 with pytest.raises(aio.AioRpcError):
