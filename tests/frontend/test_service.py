@@ -1,7 +1,6 @@
 """The service around Generate: other calls, health, reflection, pings, drain, and the process itself."""
 
 import asyncio
-import json
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from shared.errors import StartupError
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
 from shared.rpc import CHANNEL_OPTIONS, make_channel
+from shared.settings import to_json
 from tests.frontend.fake_core import FakeCore, length, ready_state, until
 from tests.frontend.harness import Served, collect, rest, run, serving
 from tests.frontend.model_folder import make_model_folder
@@ -198,12 +198,6 @@ def test_frontends_share_a_port_and_each_has_its_own(model: Path, tmp_path: Path
     run(scenario())
 
 
-def test_the_config_survives_json() -> None:
-    config = FrontendConfig(Path("/models/fox"), Path("/run/core"), port=1234, use_generation_config=False)
-    assert FrontendConfig.from_json(config.to_json()) == config
-    assert json.loads(config.to_json())["core_socket"] == "/run/core"
-
-
 @pytest.mark.parametrize(
     ("broken", "problem"), [("tokenizer.json", "tokenizer.json is missing"), ("config.json", "config.json is missing")]
 )
@@ -233,7 +227,7 @@ def test_the_process_serves_without_torch_drains_on_sigterm_and_exits_0(model: P
                 "from scheduler_svc.frontend.main import main\n"
                 "main(); sys.exit(int(bool({'torch', 'transformers'} & set(sys.modules))))"
             )
-            process = _start(code, config.to_json())
+            process = _start(code, to_json(config))
             try:
                 await until(lambda: core.connections == 1, 20)
                 async with make_channel(f"127.0.0.1:{port}") as channel:

@@ -1,6 +1,5 @@
 """What Generate refuses, by field and bound, through gRPC; and what it makes of a request that is silent."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from scheduler_svc.frontend.seeds import derive_seed
 from shared.model_config import load_model_config
 from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
-from tests.frontend.fake_core import Answer, ids, length, ready_state
+from tests.frontend.fake_core import Answer, ids, length, ready_state, until
 from tests.frontend.harness import collect, run, serving
 from tests.frontend.model_folder import make_model_folder
 
@@ -163,8 +162,7 @@ def test_limits_follow_the_core_s_state(model: Path) -> None:
         async with serving(model, lambda submit: ((), length())) as served:
             changed = core_pb2.ServedModel(context_limit=5, vocabulary_size=10)
             served.core.tell(ready_state(model=changed))
-            while served.frontend.link.state != served.core.state:
-                await asyncio.sleep(0.002)
+            await until(lambda: served.frontend.link.state == served.core.state)
             for refused in (_ids(1, 2, 3, 4, 5), _ids(10)):
                 with pytest.raises(aio.AioRpcError):
                     await collect(served.stub.Generate(pb.GenerateRequest(token_ids=refused)))
