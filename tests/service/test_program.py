@@ -55,7 +55,7 @@ def test_a_busy_port(command: str) -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = str(server.getsockname()[1])
-        one_line(tandem(command, "--port", port, *workers), port)
+        one_line(tandem(command, "--model", "tiny", "--port", port, *workers), port)
 
 
 def test_no_service_at_the_endpoint() -> None:
