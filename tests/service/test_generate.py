@@ -16,7 +16,7 @@ from shared.pb import generation_pb2_grpc
 from tandem.models import model_folder
 from tests.service.tandem_process import Output, Tandem, follow, generate, generate_all, running, until_idle
 
-PROMPT = "In the beginning"
+PROMPT = "It is a truth universally"
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def requests(count: int, max_tokens: int = 120) -> list[pb.GenerateRequest]:
     rng = random.Random(7)
     made = []
     for number in range(count):
-        request = pb.GenerateRequest(text="In the beginning" + " and" * rng.randrange(40))
+        request = pb.GenerateRequest(text="It is a truth universally" + " and" * rng.randrange(40))
         request.sampling.seed = number
         request.sampling.temperature = rng.choice([0.0, 0.7, 1.0])
         request.sampling.top_k = rng.choice([0, 20])

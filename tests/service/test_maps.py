@@ -66,7 +66,7 @@ async def service(folder: Path, worker: Worker) -> AsyncIterator[tuple[Engine, F
 
 async def one(stub: generation_pb2_grpc.GenerationServiceStub, number: int, ending: str) -> str:
     """One request that ends in the given way; how it did."""
-    request = pb.GenerateRequest(request_id=f"request-{number}", text=f"In the beginning {number % 5}")
+    request = pb.GenerateRequest(request_id=f"request-{number}", text=f"It is a truth universally {number % 5}")
     request.stopping.max_tokens = 60
     request.stopping.ignore_eos = True
     timeout = None
