@@ -45,5 +45,9 @@ class RequestFailed(TandemError):
     """A fault of the service that ends one request alone."""
 
 
+class ProtocolError(TandemError):
+    """A peer broke the plan log's rules: its stream can't go on."""
+
+
 class StartupError(TandemError):
     """A program can't start; the message is one line that says what to do. Exit status: process.STARTUP_FAILED."""

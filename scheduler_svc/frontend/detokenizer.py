@@ -39,7 +39,10 @@ class Detokenizer:
         self._shown_tokens = 0
 
     def push(self, token_id: int) -> str | None:
-        """Adds a token. Returns the stop string that it completed: the text ends before it and all is given out."""
+        """Adds a token. Returns the stop string that it completed, if any.
+
+        The text ends before a stop string that is found; only flush() may follow.
+        """
         self._held_ids.append(token_id)
         text = self._decoder.decode(self._vocabulary.text_bytes(token_id))
         start = len(self._held_text)
@@ -48,7 +51,8 @@ class Detokenizer:
             self._state = self._stops.step(self._state, character)
             stop = self._stops.matched[self._state]
             if stop is not None and self._shown_tokens + len(self._held_ids) >= self._min_tokens:
-                self._show(len(self._held_ids), max(end - len(stop), 0))
+                self._held_text = self._held_text[: max(end - len(stop), 0)]
+                self._decoder.reset()
                 return stop
         if not self._decoder.getstate()[0]:
             tokens = self._shown_tokens + len(self._held_ids)
@@ -57,14 +61,14 @@ class Detokenizer:
         return None
 
     def push_hidden(self, token_id: int) -> None:
-        """Adds the token that stopped the sample: an id without text. Only flush() may follow."""
+        """Adds the token that stopped the sample: an id without text; only flush() may follow."""
         self._held_ids.append(token_id)
 
     def skip(self, token_ids: Iterable[int]) -> str | None:
         """Adds first tokens that the client has already, with their text. The stop string that the last completed."""
         stop = None
         for token_id in token_ids:
-            stop = self.push(token_id)
+            stop = stop or self.push(token_id)
         self._show(len(self._held_ids), len(self._held_text))
         self._boundaries.clear()
         self.take()

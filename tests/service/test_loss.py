@@ -6,12 +6,14 @@ The oracle is the undisturbed run, in float64, where a replay gives the same tok
 import asyncio
 import random
 import signal
+from collections.abc import Callable
 
 import psutil
 import pytest
+from grpc import aio
 
 from shared.pb import generation_pb2 as pb
-from tests.service.tandem_process import Tandem, generate_all, load, running, until_idle
+from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
 
 STEP_TIMEOUT_S = 2.0
 
@@ -29,7 +31,7 @@ def requests(count: int, max_tokens: int = 120) -> list[pb.GenerateRequest]:
     rng = random.Random(7)
     made = []
     for number in range(count):
-        request = pb.GenerateRequest(text="In the beginning" + " and" * rng.randrange(40))
+        request = pb.GenerateRequest(text="It is a truth universally" + " and" * rng.randrange(40))
         request.sampling.seed = number
         request.sampling.temperature = rng.choice([0.0, 0.7, 1.0])
         request.sampling.top_k = rng.choice([0, 20])
@@ -46,22 +48,23 @@ def same(one, other) -> None:
     assert [output.finish for output in one] == [output.finish for output in other]
 
 
-async def tokens_flow(service: Tandem) -> None:
-    """Waits until sequences run on a connected worker."""
-    while (await load(service.endpoint)).running == 0:
-        await asyncio.sleep(0.02)
+async def disturbed(service: Tandem, wanted: list[pb.GenerateRequest], *faults: Callable[[], None]) -> list[Output]:
+    """The outputs of `wanted` while each fault happens in turn, each after more tokens have arrived."""
+    outputs = [Output() for _ in wanted]
 
+    def received() -> int:
+        return sum(len(output.token_ids) for output in outputs)
 
-async def disturbed(service: Tandem, wanted: list[pb.GenerateRequest], *faults) -> list:
-    """The outputs of `wanted` while each fault happens in turn, in mid-stream."""
-    streams = asyncio.create_task(generate_all(service.endpoint, wanted))
-    for fault in faults:
-        await tokens_flow(service)
-        await asyncio.sleep(0.4)
-        assert not streams.done(), "the run was too short to disturb"
-        fault()
-        await asyncio.sleep(0.7)
-    return await asyncio.wait_for(streams, 120)
+    async with aio.insecure_channel(service.endpoint) as channel:
+        streams = asyncio.gather(*(follow(channel, *pair) for pair in zip(wanted, outputs, strict=True)))
+        for fault in faults:
+            enough = received() + 10 * len(wanted)
+            while received() < enough:
+                await asyncio.sleep(0.01)
+            assert not streams.done(), "the run was too short to disturb"
+            fault()
+        await asyncio.wait_for(streams, 120)
+    return outputs
 
 
 def kill(service: Tandem, role: str):

@@ -1,0 +1,82 @@
+"""How long a sequence may become, and which pools can hold it. Knows nothing of what is running."""
+
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.request import Request
+from shared.errors import InvalidRequest
+from shared.types import IntArray
+
+
+class Limits:
+    """The model's length and the pools of all groups as last known, those that are away included: they may return."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self._config = config
+        self._pools: dict[int, int] = {}
+
+    def set_pool(self, group: int, num_blocks: int) -> None:
+        """A group's pool has this many blocks."""
+        self._pools[group] = num_blocks
+
+    @property
+    def context_limit(self) -> int:
+        """Most tokens of a prompt and its output: min(model's, largest pool's); the model's while no pool is known."""
+        capacity = max(self._pools.values(), default=0) * self._config.block_size
+        return min(self._config.max_model_length, capacity) if self._pools else self._config.max_model_length
+
+    def blocks_needed(self, length: int) -> int:
+        """Blocks of a sequence of `length` tokens in the end: the last token's K/V is never computed."""
+        return -(-(length - 1) // self._config.block_size)
+
+    def fits(self, length: int, group: int) -> bool:
+        """Whether the group's pool can hold a sequence of `length` tokens, if it is alone."""
+        return self.blocks_needed(length) <= self._pools[group]
+
+    def fits_somewhere(self, length: int) -> bool:
+        """The same for the largest pool; true while no pool is known."""
+        return not self._pools or self.blocks_needed(length) <= max(self._pools.values())
+
+    def length_limit(self, request: Request) -> int:
+        """Tokens of prompt and output at which the request ends by length. Raises InvalidRequest if it can never fit.
+
+        An unset max_tokens goes up to the context limit, a large one up to the model's.
+        """
+        prompt, context = len(request.prompt), self.context_limit
+        if prompt >= context:
+            raise InvalidRequest("prompt", f"has {prompt} tokens, must be shorter than the context limit of {context}")
+        if request.max_tokens is None:
+            return context
+        limit = min(prompt + request.max_tokens, self._config.max_model_length)
+        if not self.fits_somewhere(limit):
+            most = max(self._pools.values())
+            raise InvalidRequest(
+                "max_tokens",
+                f"{request.max_tokens} after a prompt of {prompt} tokens needs {self.blocks_needed(limit)} K/V blocks "
+                f"of {self._config.block_size} tokens, the largest pool has {most}: "
+                f"at most {most * self._config.block_size + 1 - prompt} fit",
+            )
+        return limit
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest, naming field and bound, where a value is out of range whatever the pools."""
+        if not len(request.prompt):
+            raise InvalidRequest("prompt", "must have at least one token")
+        self._check_ids("prompt", request.prompt)
+        self._check_ids("output", request.output)
+        for token in request.stop_token_ids:
+            if not 0 <= token < self._config.vocabulary_size:
+                raise self._out_of_range("stop_token_ids", token)
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise InvalidRequest("max_tokens", f"must be at least 1, not {request.max_tokens}")
+        if request.min_tokens < 0:
+            raise InvalidRequest("min_tokens", f"must be at least 0, not {request.min_tokens}")
+        if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+            raise InvalidRequest("min_tokens", f"is {request.min_tokens}, above max_tokens of {request.max_tokens}")
+
+    def _check_ids(self, field: str, ids: IntArray) -> None:
+        if len(ids):
+            least, most = int(ids.min()), int(ids.max())
+            if least < 0 or most >= self._config.vocabulary_size:
+                raise self._out_of_range(field, least if least < 0 else most)
+
+    def _out_of_range(self, field: str, token: int) -> InvalidRequest:
+        return InvalidRequest(field, f"token id {token} is not within [0, {self._config.vocabulary_size})")

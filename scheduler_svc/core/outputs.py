@@ -1,0 +1,114 @@
+"""What the core tells its caller: tokens, starts, ends, load. Knows nothing of who listens."""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import TandemError
+from shared.types import NO_INTS, FinishReason, IntArray
+
+KeyArray: TypeAlias = NDArray[np.int64]
+
+NO_KEYS: KeyArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sequence that the core no longer knows."""
+
+    key: int
+    how: FinishReason | TandemError
+    """The error is of the kind that its client is to see."""
+    stop_token_id: int | None = None
+    """With STOP_TOKEN: the token, which is among the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What is new for the callers of `submit`. Started precedes tokens precedes ended."""
+
+    keys: KeyArray = field(default_factory=lambda: NO_KEYS)
+    """[num_tokens]: whose tokens `token_ids` are, element by element."""
+    token_ids: IntArray = field(default_factory=lambda: NO_INTS)
+    """[num_tokens]"""
+    started: tuple[tuple[int, int], ...] = ()
+    """(key, prompt tokens found in the prefix cache) of sequences admitted for the first time."""
+    ended: tuple[Ended, ...] = ()
+
+
+class Outbox:
+    """Starts and ends that no StepOutputs has carried yet."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, int] = {}
+        self._ended: list[Ended] = []
+
+    def start(self, key: int, cached_tokens: int) -> None:
+        """The sequence was admitted for the first time."""
+        self._started[key] = cached_tokens
+
+    def end(self, ended: Ended) -> None:
+        """The sequence is over."""
+        self._ended.append(ended)
+
+    def drop(self, key: int) -> None:
+        """The caller wants to hear no more of the sequence."""
+        self._started.pop(key, None)
+
+    def take(self, keys: KeyArray = NO_KEYS, token_ids: IntArray = NO_INTS) -> StepOutputs:
+        """Everything so far, with these tokens."""
+        if not self._started and not self._ended:
+            return StepOutputs(keys, token_ids)
+        outputs = StepOutputs(keys, token_ids, tuple(self._started.items()), tuple(self._ended))
+        self._started.clear()
+        self._ended.clear()
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """One worker group at this moment; all zero while it is away."""
+
+    running: int = 0
+    """Sequences that hold a slot."""
+    total_blocks: int = 0
+    """K/V blocks of its pool."""
+    free_blocks: int = 0
+    """K/V blocks that no running sequence holds."""
+    unanswered_plans: int = 0
+    """Plans whose result is not there yet."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start of the process."""
+
+    admissions: int = 0
+    """Sequences that took a slot, every readmission counted."""
+    preemptions: int = 0
+    """Sequences put back to the queue for lack of blocks."""
+    requeued: int = 0
+    """Sequences put back to the queue because their worker was lost."""
+    stale_rows: int = 0
+    """Sampled tokens dropped because their sequence had left its slot."""
+    failed_rows: int = 0
+    """Requests ended because their logits had no finite maximum."""
+    quarantined: int = 0
+    """Requests ended because workers kept being lost with them."""
+    prefix_queried_tokens: int = 0
+    """Tokens of all admissions."""
+    prefix_hit_tokens: int = 0
+    """Those of them whose K/V was in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the core is."""
+
+    queued: int
+    """Sequences that wait for admission."""
+    groups: tuple[GroupLoad, ...]
+    """One per worker group, in the order of their numbers."""
+    counters: Counters

@@ -1,0 +1,52 @@
+"""Builds the plans, each in one order: who gives way, decode rows, rows of known tokens, admissions."""
+
+from collections.abc import Mapping
+
+from scheduler_svc.core.admission import Admitter
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.draft import PlanDraft, mask_bytes
+from scheduler_svc.core.group import Group
+from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.placement import Placement
+from scheduler_svc.core.request import State
+from scheduler_svc.core.reservation import reserve
+from shared.types import StepPlan
+
+
+class Planner:
+    """Plans one step of one group at a time."""
+
+    def __init__(self, config: CoreConfig, life: Lifecycle, limits: Limits, groups: Mapping[int, Group]) -> None:
+        self._config = config
+        self._life = life
+        self._admitter = Admitter(config, life, Placement(config, limits, groups))
+
+    def plan(self, group: Group) -> StepPlan | None:
+        """The group's next plan; None where there is nothing to compute."""
+        draft = PlanDraft(group, self._config)
+        for slot, sequence in group.masked.items():
+            group.batch.set_decoding(slot, draft.claim(mask_bytes(sequence)))
+        reserve(group, draft, self._life, self._config)
+        self._admitter.make_way(group, draft)
+        _decode(group, draft)
+        for sequence, count in draft.granted.items():
+            if count:
+                draft.compute(sequence, count)
+        if not draft.preempted and not draft.starved:
+            self._admitter.admit(group, draft)
+        return draft.finish()
+
+
+def _decode(group: Group, draft: PlanDraft) -> None:
+    """Rows for the decoding slots that have their blocks."""
+    starved = [
+        sequence.slot
+        for sequence in draft.starved
+        if sequence.state is State.RUNNING and group.batch.decoding[sequence.slot]
+    ]
+    for slot in starved:
+        group.batch.set_decoding(slot, False)
+    draft.decode()
+    for slot in starved:
+        group.batch.set_decoding(slot, True)

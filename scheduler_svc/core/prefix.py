@@ -1,0 +1,111 @@
+"""Which blocks hold which tokens: hashed chains and the map from content to block. Knows nothing of reference counts.
+
+An entry is found by the digest of (parent's digest, tokens) and counts as a hit only if its parent entry and its
+tokens are equal, so that a collision of digests can't give one tenant another's K/V.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from xxhash import xxh3_128_digest
+
+from shared.types import IntArray
+
+Parent: TypeAlias = int | str
+"""The entry that a block continues; a sequence's first block continues its cache salt."""
+
+
+class HashedBlock(NamedTuple):
+    """A full block of known tokens."""
+
+    digest: bytes
+    """xxh3_128 chained over (salt, all tokens up to the block's end)."""
+    content: bytes
+    """The block's tokens, int32."""
+
+
+def hash_blocks(hashed: list[HashedBlock], tokens: IntArray, salt: str, block_size: int, seed: int) -> None:
+    """Appends the full blocks of `tokens` ([n]) that `hashed` lacks."""
+    width = 4 * block_size
+    data = tokens[len(hashed) * block_size : len(tokens) // block_size * block_size].tobytes()
+    digest = hashed[-1].digest if hashed else xxh3_128_digest(salt.encode(), seed)
+    for start in range(0, len(data), width):
+        content = data[start : start + width]
+        digest = xxh3_128_digest(digest + content, seed)
+        hashed.append(HashedBlock(digest, content))
+
+
+class PrefixMap:
+    """The published blocks of one pool."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._digest: list[bytes | None] = [None] * num_blocks
+        self._content: list[bytes] = [b""] * num_blocks
+        self._parent: list[Parent] = [""] * num_blocks
+        self._entry: list[int] = [0] * num_blocks
+        self._entries = 0  # numbers are never reused: a child can't be taken for another parent's
+
+    def __contains__(self, block: int) -> bool:
+        return self._digest[block] is not None
+
+    def match(self, hashed: Sequence[HashedBlock], salt: str) -> tuple[list[int], Parent]:
+        """The blocks of the longest published prefix, and the last one's entry."""
+        blocks: list[int] = []
+        parent: Parent = salt
+        for item in hashed:
+            block = self._find(item, parent)
+            if block is None:
+                break
+            blocks.append(block)
+            parent = self._entry[block]
+        return blocks, parent
+
+    def publish(self, blocks: Sequence[int], hashed: Sequence[HashedBlock], parent: Parent) -> Parent:
+        """Enters blocks that continue `parent`, where no equal one is known already; the last one's entry."""
+        for block, item in zip(blocks, hashed, strict=True):
+            known = self._find(item, parent)
+            if known is None:
+                self._enter(block, item, parent)
+                known = block
+            parent = self._entry[known]
+        return parent
+
+    def forget(self, block: int) -> None:
+        """Removes the block's entry, if it has one."""
+        digest = self._digest[block]
+        if digest is not None:
+            del self._block_of[digest]
+            self._digest[block] = None
+            self._content[block] = b""
+
+    def with_descendants(self, blocks: Iterable[int]) -> set[int]:
+        """These blocks and all published ones that continue one of them. O(pool), for rare events."""
+        found = set(blocks)
+        entries: set[Parent] = {self._entry[block] for block in found if block in self}
+        size = 0
+        while size != len(found):
+            size = len(found)
+            found.update(block for block, parent in enumerate(self._parent) if block in self and parent in entries)
+            entries.update(self._entry[block] for block in found if block in self)
+        return found
+
+    def _find(self, item: HashedBlock, parent: Parent) -> int | None:
+        block = self._block_of.get(item.digest)
+        if block is None or self._parent[block] != parent or self._content[block] != item.content:
+            return None
+        return block
+
+    def _enter(self, block: int, item: HashedBlock, parent: Parent) -> None:
+        unreachable = self._block_of.get(item.digest)
+        if unreachable is not None:  # its parent's entry is gone, or the digests collide
+            self.forget(unreachable)
+        self._entries += 1
+        self._block_of[item.digest] = block
+        self._digest[block], self._content[block] = item
+        self._parent[block], self._entry[block] = parent, self._entries
+
+    def check(self) -> None:
+        """Asserts that blocks and digests map to each other."""
+        entered = {digest: block for block, digest in enumerate(self._digest) if digest is not None}
+        assert entered == self._block_of, "prefix map and blocks disagree"

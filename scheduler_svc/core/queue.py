@@ -1,0 +1,34 @@
+"""The sequences that wait for admission, most important first. Decides nothing about who fits."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from scheduler_svc.core.request import Sequence
+
+
+class WaitingQueue:
+    """Sorted by (priority, arrival): who comes back from a group is again ahead of those who came later."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In order, as of now: the queue may change meanwhile."""
+        return iter(tuple(self._sequences))
+
+    def add(self, sequence: Sequence) -> None:
+        """To its place."""
+        insort(self._sequences, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It is in the queue."""
+        at = bisect_left(self._sequences, sequence.rank, key=_rank)
+        assert self._sequences[at] is sequence, f"sequence {sequence.request.key} is not in the queue"
+        del self._sequences[at]
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank
