@@ -44,6 +44,15 @@ class Engine:
         async with await self._frontends.serve(socket_path):
             await asyncio.gather(self._tell_state(), *(link.run() for link in self._links))
 
+    @property
+    def held(self) -> int:
+        """Entries of all per-request maps, the core's included: 0 when nothing is live."""
+        return len(self._early) + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
+
+    def check_invariants(self) -> None:
+        """Asserts that the core's state is consistent. O(everything)."""
+        self._running_core.check_invariants()
+
     # Frontends.
 
     def state(self) -> core_pb2.CoreState:

@@ -20,7 +20,6 @@ from shared.types import DEPTH_LIMIT, StepPlan, StepResult, WorkerDescription
 from shared.wire import description_from_pb, plan_to_pb, result_from_pb
 
 HEARTBEAT_S = 0.5
-DIAL_TIMEOUT_S = 2.0
 REDIAL_S = 0.2
 SMOOTHING = 0.1
 
@@ -110,7 +109,7 @@ class WorkerLink:
             await asyncio.sleep(REDIAL_S)
 
     async def _serve(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> None:
-        answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=DIAL_TIMEOUT_S)
+        answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=self._step_timeout)
         description = description_from_pb(answer)
         self._listener.described(self.group, description)
         self._plans = asyncio.Queue()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from shared import __version__
 from shared.errors import StartupError
 from shared.model_config import ModelConfig, load_model_config
 from shared.pb import worker_pb2, worker_pb2_grpc
+from shared.process import stop_signals
 from shared.rpc import make_server
 from shared.types import WorkerDescription
-from worker_svc import __version__
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import dtype_name
 from worker_svc.parallel import join
@@ -100,20 +100,16 @@ class WorkerServer:
 
 async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress) -> None:
     """Serves until SIGTERM. Raises StartupError where it can't begin to."""
-    stopping = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     server = WorkerServer(config, progress)
     port = await server.start()
     watch = asyncio.create_task(server.watch())
-    loading = asyncio.create_task(server.load(rendezvous))
-    stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-    description = await loading  # a load can't be interrupted
-    print(ready_line(config, description, port), flush=True)
-    await stopped
-    _log.info("draining")
-    await server.drain()
-    await server.stop()
+    description = await server.load(rendezvous)
+    with stop_signals() as stopped:  # until here SIGTERM just ends the process: a load can't be interrupted
+        print(ready_line(config, description, port), flush=True)
+        await stopped.wait()
+        _log.info("draining")
+        await server.drain()
+        await server.stop()
     watch.cancel()
 
 
@@ -136,7 +132,7 @@ def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, prog
 
 
 def _describe(config: WorkerConfig, model: ModelConfig, group: GroupRunner) -> WorkerDescription:
-    limits = group.runner.limits
+    limits = group.runner.batch.limits
     return WorkerDescription(
         fingerprint=model.fingerprint,
         model_name=model.name,
@@ -150,5 +146,5 @@ def _describe(config: WorkerConfig, model: ModelConfig, group: GroupRunner) -> W
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=__version__,
-        attention=group.runner.attention_name,
+        attention=group.runner.attention.name,
     )

@@ -1,0 +1,68 @@
+"""Random runs of a simulation from a seed: the same rules as the state machine's, cheap enough for thousands."""
+
+import random
+
+from tests.core.simulation import PROMPTS, Simulation, make_simulation
+
+
+def random_simulation(rng: random.Random, kind: type[Simulation]) -> Simulation:
+    """One or two groups of scarce blocks, any depth."""
+    groups = rng.choice([1, 1, 2])
+    seqs = rng.randint(2, 4)
+    return make_simulation(
+        kind,
+        pools=[rng.randint(8, 11) for _ in range(groups)],
+        depths=[rng.randint(1, 4) for _ in range(groups)],
+        max_num_seqs=seqs,
+        max_num_batched_tokens=rng.randint(seqs, 8),
+        max_model_length=16,
+        look_past_steps=rng.randint(0, 3),
+    )
+
+
+def random_submit(simulation: Simulation, rng: random.Random) -> None:
+    """A request among few prompts, so that prefixes are shared."""
+    simulation.submit(
+        rng.choice(PROMPTS[:3] if rng.random() < 0.95 else PROMPTS)[: rng.randint(1, 8)],
+        given=rng.choice([0, 0, 0, 1, 3]),
+        seed=rng.randint(0, 2),
+        max_tokens=rng.choice([1, 2, 5, 7, None]),
+        min_tokens=rng.choice([0, 0, 1]),
+        stop_token_ids=rng.choice([(), (0,), (0, 3)]),
+        cache_salt=rng.choice(["", "", "tenant"]),
+        priority=rng.choice([0, 0, 1]),
+        constrained=rng.random() < 0.25,
+    )
+
+
+def random_run(seed: int, *, steps: int = 120, kind: type[Simulation] = Simulation, check: bool = True) -> Simulation:
+    """Raises where a rule does not hold. Without `check` only clients and workers judge, not the core's invariants."""
+    rng = random.Random(seed)
+    simulation = random_simulation(rng, kind)
+    groups = range(len(simulation.sides))
+    losses, faults = rng.choice([0, 0, 1, 4]), rng.choice([0, 0, 0, 1])
+    for _ in range(steps):
+        group, chance = rng.choice(groups), rng.random()
+        if chance < 0.12 and simulation.submitted < 9:
+            random_submit(simulation, rng)
+        elif chance < 0.15 and simulation.jobs:
+            simulation.abort(rng.choice(sorted(simulation.jobs)))
+        elif chance < 0.17 and losses:
+            losses -= 1
+            simulation.lose(group, restart=rng.random() < 0.5)
+        elif chance < 0.18 and faults:
+            faults -= 1
+            simulation.sides[group].broken_row = rng.randint(0, 3)
+        elif chance < 0.22:
+            simulation.deliver_late()
+            simulation.open(group)
+        elif chance < 0.28:
+            simulation.send_masks()
+        elif chance < 0.29:
+            simulation.heartbeat(group)
+        else:
+            rng.choice([simulation.plan, simulation.execute, simulation.deliver])(group)
+        if check:
+            simulation.core.check_invariants()
+    simulation.settle()
+    return simulation
