@@ -62,6 +62,7 @@ class CoreLink:
             giving_up.cancel()
             try:
                 await self._serve(reader, writer)
+                _log.warning("core disconnected", reason="it closed the connection")
             except OSError as error:
                 _log.warning("core disconnected", reason=str(error))
             finally:
