@@ -9,13 +9,17 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from shared.errors import StartupError
+import structlog
+
+from shared.errors import StartupError, TandemError
 from shared.process import STARTUP_FAILED, die_with_parent
 from shared.settings import from_json
 from shared.telemetry import configure_logging
 from worker_svc.config import WorkerConfig
 from worker_svc.launcher import launch
 from worker_svc.progress import Progress, open_cells
+
+_log = structlog.get_logger(__name__)
 
 
 def run(config: WorkerConfig) -> int:
@@ -42,6 +46,9 @@ def run_rank(config: WorkerConfig, rank: int, folder: Path) -> int:
     except StartupError as error:
         (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")
         return STARTUP_FAILED
+    except Exception as error:
+        _log.error("rank failed", problem=str(error), exc_info=not isinstance(error, TandemError))
+        return 1
     return 0
 
 
