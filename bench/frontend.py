@@ -24,7 +24,7 @@ from shared.ports import find_free
 from shared.process import exited, spawn, stop
 from shared.rpc import until_serving
 from shared.settings import to_json
-from tests.frontend.model_folder import make_model_folder, make_tokenizer
+from tandem.models import model_folder
 
 NOT_MEASURED = (
     "Not measured: the scheduler and the model (the tokens are always the same word), tokenizing prompts, a network. "
@@ -71,8 +71,8 @@ async def measure(streams: int, frontends: int, clients: int, rate: float, secon
     """One point, with processes of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = make_model_folder(folder / "model")
-        source = TokenSource(make_tokenizer().encode(" fox").ids[0])
+        model = model_folder("tiny")
+        source = TokenSource(WORD)
         listening = await source.serve(folder / "core")
         configs = [FrontendConfig(model, folder / "core", own_port=find_free("127.0.0.1")) for _ in range(frontends)]
         servers = [spawn("scheduler_svc.frontend.main", ["--config", to_json(c)], _QUIET) for c in configs]
@@ -100,6 +100,8 @@ async def measure(streams: int, frontends: int, clients: int, rate: float, secon
         return _point(streams, frontends, rate, elapsed, cpu, [np.load(output) for output in outputs])
 
 
+WORD = 300
+"""Any token of the tiny model that is no special one."""
 _QUIET = {"TANDEM_LOG_LEVEL": "WARNING"}
 
 

@@ -33,10 +33,11 @@ async def run(config: SchedulerConfig) -> int:
         frontends = [_frontend(config, socket_path) for _ in range(config.frontends)]
         for number, frontend in enumerate(frontends):
             family.start(f"frontend-{number}", "scheduler_svc.frontend.main", ["--config", to_json(frontend)])
-        watching = asyncio.gather(*_watchdogs(config, family, socket_path, frontends))
+        watching = [asyncio.create_task(dog) for dog in _watchdogs(config, family, socket_path, frontends)]
         announcement = f"tandem scheduler ready on {config.host}:{config.port} (model {name})"
         failed = await family.run(stopped, _until_ready(frontends), announcement)
-        watching.cancel()
+        for dog in watching:
+            dog.cancel()
         await family.stop((key for key in family.children if key != "core"), config.drain_timeout + 1.0, stopped)
         await family.stop(["core"], 1.0, stopped)
         return STARTUP_FAILED if failed else 0
