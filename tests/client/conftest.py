@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from shared.pb import core_pb2
 from tests.frontend.conftest import model, tokenizer
@@ -27,7 +28,7 @@ class Server:
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()))
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

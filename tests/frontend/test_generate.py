@@ -9,9 +9,9 @@ import pytest
 from grpc import aio
 from tokenizers import Tokenizer
 
-from shared.pb import core_pb2
+from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
-from tests.frontend.fake_core import failed, ids, length, pack_ints, stopped, until
+from tests.frontend.fake_core import failed, ids, length, pack_ints, ready_state, stopped, until
 from tests.frontend.harness import collect, rest, run, serving
 
 
@@ -250,23 +250,43 @@ def test_a_full_queue_tells_when_to_try_again(model: Path) -> None:
 
 
 def test_a_slow_reader_gets_everything_in_few_messages_and_holds_up_nobody(model: Path, tokenizer: Tokenizer) -> None:
-    steps = 20_000
-    word = tokenizer.encode(" shells").ids[:1]
+    steps = 200
+    words = tokenizer.encode(" shells").ids[:1] * 400
 
     async def scenario() -> None:
         async with serving(model) as served:
-            slow = served.stub.Generate(_request())
-            (submit,) = await served.core.submitted()
-            for _ in range(steps):
-                served.core.give(submit, word)
-            quick = served.stub.Generate(_request())
-            (other,) = (await served.core.submitted(2))[-1:]
-            served.core.give(other, word, length())
-            assert len(await collect(quick)) == 1
-            served.core.give(submit, (), length())
-            responses = await collect(slow)
-            assert _joined(responses)[1] == word * steps
-            assert len(responses) < steps / 10
+            small_window = [("grpc.http2.bdp_probe", 0)]
+            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.own_port}", small_window) as channel:
+                slow = generation_pb2_grpc.GenerationServiceStub(channel).Generate(_request())
+                (submit,) = await served.core.submitted()
+                for _ in range(steps):
+                    served.core.give(submit, words)
+                quick = served.stub.Generate(_request())
+                (other,) = (await served.core.submitted(2))[-1:]
+                served.core.give(other, words, length())
+                assert _joined(await collect(quick))[1] == words
+                served.core.give(submit, (), length())
+                responses = await collect(slow)
+            assert _joined(responses)[1] == words * steps
+            assert len(responses) < steps / 2
+
+    run(scenario())
+
+
+def test_a_core_that_is_faster_than_the_writers_does_not_starve_them(model: Path) -> None:
+    """A stream that ended before a flood for another reaches its client before the flood has been taken in."""
+
+    async def scenario() -> None:
+        async with serving(model) as served:
+            calls = [served.stub.Generate(_request()) for _ in range(2)]
+            first, flooded = await served.core.submitted(2)
+            served.core.give(first, [7], length())
+            for _ in range(3_000):
+                served.core.give(flooded, [8])
+            served.core.tell(ready_state(queued=1))
+            served.core.give(flooded, (), length())
+            await asyncio.wait([asyncio.create_task(collect(c)) for c in calls], return_when=asyncio.FIRST_COMPLETED)
+            assert served.frontend.link.state == ready_state()
 
     run(scenario())
 

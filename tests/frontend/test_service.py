@@ -146,6 +146,23 @@ def test_a_client_may_ping_through_a_silence(model: Path) -> None:
     run(scenario())
 
 
+def test_a_stream_outlives_its_connection_s_age(model: Path) -> None:
+    """Clients are asked to connect anew from time to time; what runs is not cut."""
+
+    async def scenario() -> None:
+        async with serving(model, max_connection_age=0.3) as served:
+            call = served.stub.Generate(pb.GenerateRequest(text="a"))
+            (submit,) = await served.core.submitted()
+            await asyncio.sleep(0.6)
+            later = served.stub.Generate(pb.GenerateRequest(text="a"))
+            (other,) = (await served.core.submitted(2))[-1:]
+            for running in (submit, other):
+                served.core.give(running, [7], length())
+            assert [[list(r.token_ids) for r in await collect(c)] for c in (call, later)] == [[[7]], [[7]]]
+
+    run(scenario())
+
+
 def test_draining_refuses_new_calls_and_finishes_running_ones(model: Path) -> None:
     async def scenario() -> None:
         async with serving(model) as served:
