@@ -48,18 +48,20 @@ class GroupRunner:
         return StepResult(plan.epoch, plan.step_id, token_ids, failed_rows, step_time_us=int(elapsed * 1e6))
 
     def close(self) -> None:
-        """The other ranks end."""
+        """Ends the other ranks and the connections to them."""
         self._group.send_bytes(_QUIT)
+        self._group.leave()
 
 
 def follow(runner: ModelRunner, group: TensorParallel, progress: Progress) -> None:
-    """Runs what rank 0 passes on until it says to end."""
+    """Runs what rank 0 passes on until it says to end. Raises RankLost where it ends without a word."""
     while (command := group.receive_bytes()) != _QUIT:
         with progress.step():
             if command == _OPEN:
                 runner.open_epoch()
             else:
                 _follow_step(runner, command[len(_STEP) :])
+    group.leave()
 
 
 def _follow_step(runner: ModelRunner, data: bytes) -> None:
