@@ -7,7 +7,8 @@ from shared.types import Admission, RowSampling, StepPlan
 from worker_svc.layers import attention
 from worker_svc.layers.attention import TorchAttention
 from worker_svc.layers.kv_cache import KVCache, LayerCache
-from worker_svc.runner.batch import BatchState, Limits, StepInputs
+from worker_svc.runner.batch import BatchState, Limits
+from worker_svc.step_inputs import StepInputs
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 LENGTHS = [1, 3, 9, 4, 17, 12]

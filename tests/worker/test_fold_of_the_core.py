@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from tests.core.random_runs import random_run
 from tests.core.reference_worker import VOCABULARY_SIZE
 from tests.core.simulation import GroupSide, Simulation
-from worker_svc.runner.batch import BatchState, Limits, StepInputs
+from worker_svc.runner.batch import BatchState, Limits
+from worker_svc.step_inputs import StepInputs
 
 
 class Folded(Simulation):

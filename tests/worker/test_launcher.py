@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from grpc import StatusCode
 
 from shared.pb import worker_pb2_grpc
 from shared.rpc import make_channel
@@ -120,18 +121,21 @@ def listens_on(process: psutil.Process) -> set[str]:
     return {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_draining_group_waits_for_its_scheduler(tmp_path: Path, model: Path) -> None:
+def test_a_group_refuses_a_plan_on_all_ranks_and_drains_until_its_scheduler_leaves(tmp_path: Path, model: Path) -> None:
     async def scheduler(group: Any) -> None:
         channel = make_channel(f"127.0.0.1:{port_of(group)}")
-        call: Any = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        bad = stub.Execute(iter([plan_to_pb(StepPlan(1, 5), 7)]))
+        assert await bad.code() is StatusCode.INVALID_ARGUMENT
+        call = stub.Execute()
         draining, step_id = False, 0
         while not draining:
             step_id += 1
-            await call.write(plan_to_pb(StepPlan(1, step_id), 7))
+            await call.write(plan_to_pb(StepPlan(2, step_id), 7))
             draining = result_from_pb(await call.read()).draining
             if step_id == 1:
                 group.process.send_signal(signal.SIGTERM)
-        await call.write(plan_to_pb(StepPlan(1, step_id + 1), 7))
+        await call.write(plan_to_pb(StepPlan(2, step_id + 1), 7))
         assert result_from_pb(await call.read()).step_id == step_id + 1
         await call.done_writing()
         await channel.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker_svc.layers.kv_cache import LayerCache
-from worker_svc.runner.batch import StepInputs
+from worker_svc.step_inputs import LongArray, StepInputs
 
 _GATHER_LIMIT = 1 << 16  # tokens of K/V copied at a time: bounds the memory of a batch with long contexts
 
@@ -113,7 +113,7 @@ def _gather(memory: Tensor, blocks: Tensor) -> Tensor:
     return memory.index_select(0, blocks.flatten()).view(len(blocks), -1, *memory.shape[2:])
 
 
-def _decode_groups(rows: NDArray[np.int64], seq_lens: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
+def _decode_groups(rows: LongArray, seq_lens: NDArray[np.int32]) -> Iterator[LongArray]:
     """Rows of similar length together, each group within the gather limit once padded to its longest."""
     rows = rows[np.argsort(-seq_lens[rows], kind="stable")]
     while len(rows):
@@ -122,7 +122,7 @@ def _decode_groups(rows: NDArray[np.int64], seq_lens: NDArray[np.int32]) -> Iter
         rows = rows[size:]
 
 
-def _padded_rows(inputs: StepInputs, rows: NDArray[np.int64]) -> _Group:
+def _padded_rows(inputs: StepInputs, rows: LongArray) -> _Group:
     seq_lens = inputs.seq_lens[rows]
     length = int(seq_lens.max())
     mask = np.arange(length) < seq_lens[:, None]
@@ -146,6 +146,6 @@ def _single_row(inputs: StepInputs, row: int) -> _Group:
     )
 
 
-def _blocks(inputs: StepInputs, rows: NDArray[np.int64], length: int) -> Tensor:
+def _blocks(inputs: StepInputs, rows: LongArray, length: int) -> Tensor:
     width = -(-length // inputs.block_size)
     return torch.from_numpy(inputs.block_tables[rows, :width].astype(np.int64))

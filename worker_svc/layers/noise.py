@@ -1,9 +1,9 @@
 """Counter-based sampling noise, keyed by (64-bit seed, absolute position of the sampled token, vocabulary index).
 
 Written in 32-bit multiplications, additions, exclusive ors and shifts, so that it is the same bits on every device;
-numpy's uint32 is the definition, torch does the same on int32. The mixer is Chris Wellons' lowbias32 with the
-constants of his hash-prospector (bias 0.107); two rounds per element, because one round would make the noise of two
-rows whose keys are near each other a permutation of the same values.
+numpy's uint32 is the definition, torch does the same on int32. The mixer is a xorshift-multiply hash whose constants
+were found with Chris Wellons' hash-prospector (bias 0.107). Two rounds per element: one round would make the noise of
+two rows whose keys are near each other a permutation of the same values.
 """
 
 import numpy as np

@@ -6,7 +6,6 @@ all logits and decides.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,9 +16,7 @@ from worker_svc.layers.filters import filter_logits
 from worker_svc.layers.noise import exponential, row_keys, torch_noise_bits
 from worker_svc.layers.norm import wide
 from worker_svc.parallel import TensorParallel
-from worker_svc.runner.sampling_state import SamplingInputs
-
-Rows: TypeAlias = NDArray[np.int64]
+from worker_svc.step_inputs import LongArray, SamplingInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class Sampler:
             local = torch.from_numpy(~allowed[self._start : end])
             logits[row, : len(local)].masked_fill_(local, -torch.inf)
 
-    def _choose_common(self, logits: Tensor, inputs: SamplingInputs, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _choose_common(self, logits: Tensor, inputs: SamplingInputs, rows: LongArray) -> tuple[Tensor, Tensor]:
         """Each rank's best, then the best of all; the lowest token of equal ones."""
         values, indices = _add_noise(logits, inputs, rows, self._start).max(-1)
         pairs = torch.stack((values.double(), (indices + self._start).double()), dim=-1)
@@ -74,7 +71,7 @@ class Sampler:
         best, rank = values.max(0)
         return best.to(logits.dtype), tokens.gather(0, rank[None])[0].long()
 
-    def _choose_filtered(self, logits: Tensor, inputs: SamplingInputs, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _choose_filtered(self, logits: Tensor, inputs: SamplingInputs, rows: LongArray) -> tuple[Tensor, Tensor]:
         """Rank 0 decides on the whole distribution and tells the others."""
         parts = self._group.gather_to_first(logits)
         chosen = torch.empty(len(logits), 2, dtype=torch.float64)
@@ -88,7 +85,7 @@ class Sampler:
         return best.to(logits.dtype), tokens.long()
 
 
-def _add_noise(logits: Tensor, inputs: SamplingInputs, rows: Rows, start: int) -> Tensor:
+def _add_noise(logits: Tensor, inputs: SamplingInputs, rows: LongArray, start: int) -> Tensor:
     """In place: logits - log E, except in greedy rows. `logits` are those of `rows` and the tokens from `start` on."""
     noisy = np.flatnonzero(~inputs.greedy[rows])
     if len(noisy):

@@ -7,13 +7,11 @@ every rank that folds the same plans holds the same state. Last sampled tokens a
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shared.errors import InvalidRequest
 from shared.types import Admission, IntArray, StepPlan
-from worker_svc.runner.sampling_state import SamplingInputs, SamplingState
-
-LongArray = NDArray[np.int64]
+from worker_svc.runner.sampling_state import SamplingState
+from worker_svc.step_inputs import LongArray, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +29,6 @@ class Limits:
     def blocks_per_sequence(self) -> int:
         """Width of a block table."""
         return -(-self.max_model_len // self.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What one forward pass needs. T tokens of R rows (variable-length batch), F of them fed back, N rows sample."""
-
-    token_ids: LongArray
-    """[T]; undefined where `feedback_index` points."""
-    positions: LongArray
-    """[T]"""
-    slot_mapping: LongArray
-    """[T]: block id x block size + offset, where the token's K/V goes."""
-    cu_seqlens: IntArray
-    """[R + 1]: row r has the tokens cu_seqlens[r] to cu_seqlens[r + 1]."""
-    seq_lens: IntArray
-    """[R]: tokens with K/V once the step ran, those that row r attends to."""
-    block_size: int
-    block_tables: IntArray
-    """[R, most blocks of a row]; filled up with the row's own first block."""
-    feedback_index: LongArray
-    """[F]: indices into token_ids that take the last sampled token of `feedback_slots`."""
-    feedback_slots: LongArray
-    """[F]"""
-    sampling: SamplingInputs
-    """The N rows that reach their sequence's last token."""
-    zeroed: IntArray
-    """Block ids to fill with zeros before anything else."""
 
 
 class BatchState:
@@ -118,9 +89,7 @@ class BatchState:
     def _advance(self, plan: StepPlan) -> StepInputs:
         slots, counts, known = plan.rows.T.astype(np.int64)
         self._check_rows(slots, counts, known)
-        _check_range("token_ids", plan.token_ids, self.limits.vocabulary_size)
-        if known.sum() != len(plan.token_ids):
-            raise InvalidRequest("token_ids", f"{len(plan.token_ids)} ids for {known.sum()} known tokens")
+        self._check_token_ids(plan.token_ids, known)
         starts = self._computed[slots]
         ends = starts + counts
         self._check_ends(slots, ends)
@@ -129,10 +98,14 @@ class BatchState:
         positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row_of]
         token_ids = np.zeros(len(positions), dtype=np.int64)
         token_ids[np.repeat(known > 0, counts)] = plan.token_ids
-        feedback_rows = np.flatnonzero(known == 0)
-        sampling_rows = np.flatnonzero(ends == self._length[slots])
-        sampling_slots = slots[sampling_rows]
-        inputs = StepInputs(
+        fed_back = known == 0
+        samples = ends == self._length[slots]
+        sampling = self._sampling.inputs(
+            slots[samples], cu_seqlens[1:][samples] - 1, self._length[slots[samples]], plan.masks
+        )
+        self._computed[slots] = ends
+        self._length[slots[samples]] += 1
+        return StepInputs(
             token_ids=token_ids,
             positions=positions,
             slot_mapping=self._slot_mapping(slots[row_of], positions),
@@ -140,16 +113,11 @@ class BatchState:
             seq_lens=ends.astype(np.int32),
             block_size=self.limits.block_size,
             block_tables=self._block_tables(slots),
-            feedback_index=cu_seqlens[:-1][feedback_rows],
-            feedback_slots=slots[feedback_rows],
-            sampling=self._sampling.inputs(
-                sampling_slots, cu_seqlens[1:][sampling_rows] - 1, self._length[sampling_slots], plan.masks
-            ),
+            feedback_index=cu_seqlens[:-1][fed_back],
+            feedback_slots=slots[fed_back],
+            sampling=sampling,
             zeroed=plan.zeroed,
         )
-        self._computed[slots] = ends
-        self._length[sampling_slots] += 1
-        return inputs
 
     def _slot_mapping(self, slots: LongArray, positions: LongArray) -> LongArray:
         block, offset = np.divmod(positions, self.limits.block_size)
@@ -184,6 +152,11 @@ class BatchState:
         unsampled = (known == 0) & (self._length[slots] == self._known[slots])
         if unsampled.any():
             raise InvalidRequest("rows", f"slot {slots[unsampled][0]} has sampled no token to continue from")
+
+    def _check_token_ids(self, token_ids: IntArray, known: LongArray) -> None:
+        _check_range("token_ids", token_ids, self.limits.vocabulary_size)
+        if known.sum() != len(token_ids):
+            raise InvalidRequest("token_ids", f"{len(token_ids)} ids for {known.sum()} known tokens")
 
     def _check_ends(self, slots: LongArray, ends: LongArray) -> None:
         for bound, what in (

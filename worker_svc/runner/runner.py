@@ -10,7 +10,8 @@ from worker_svc.layers.attention import AttentionBackend, StepAttention
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.kv_cache import KVCache, LayerCache
 from worker_svc.layers.sampler import SampledTokens, Sampler
-from worker_svc.runner.batch import BatchState, StepInputs
+from worker_svc.runner.batch import BatchState
+from worker_svc.step_inputs import StepInputs
 
 
 class CausalModel(Protocol):

@@ -1,55 +1,11 @@
-"""How each slot samples, and the gathered parameters of the rows that sample in one step. Numpy only."""
-
-from dataclasses import dataclass
-from typing import TypeAlias
+"""How each slot samples; the parameters of the rows that sample in one step are gathered from it. Numpy only."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import InvalidRequest
-from shared.types import NO_INTS, Admission, IntArray, RowSampling, TokenMask
-
-Bools: TypeAlias = NDArray[np.bool_]
-
-GREEDY_BELOW = 1e-5  # temperatures that would overflow float32 logits
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
-    """The N sampling rows of one step, in row order."""
-
-    slots: NDArray[np.int64]
-    """[N]"""
-    last_index: NDArray[np.int64]
-    """[N]: index of the row's last token among the step's tokens: its hidden state gives the logits."""
-    positions: NDArray[np.int64]
-    """[N]: absolute position of the token being sampled; part of the noise key."""
-    temperature: NDArray[np.float32]
-    """[N]; 0 takes the most likely token."""
-    top_k: NDArray[np.int64]
-    """[N]; 0 keeps all."""
-    top_p: NDArray[np.float32]
-    """[N]; 1 keeps all."""
-    min_p: NDArray[np.float32]
-    """[N]; 0 keeps all."""
-    seeds: NDArray[np.uint64]
-    """[N]"""
-    suppressed: IntArray
-    """[n, 2]: (row among the N, token id) that may not be sampled."""
-    masks: tuple[tuple[int, Bools], ...]
-    """(row among the N, allowed tokens [vocabulary size])."""
-
-    @property
-    def greedy(self) -> Bools:
-        """[N]: rows that take the most likely token."""
-        rows: Bools = self.temperature < GREEDY_BELOW
-        return rows
-
-    @property
-    def filtered(self) -> Bools:
-        """[N]: rows whose choice needs the whole distribution."""
-        rows: Bools = ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)) & ~self.greedy
-        return rows
+from shared.types import NO_PAIRS, Admission, IntArray, RowSampling, TokenMask
+from worker_svc.step_inputs import Bools, SamplingInputs
 
 
 class SamplingState:
@@ -101,7 +57,7 @@ class SamplingState:
     def _suppressed(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> IntArray:
         rows = np.flatnonzero(positions < self._suppressed_until[slots])
         pairs = [(row, token) for row in rows for token in self._suppressed_ids[slots[row]]]
-        return np.array(pairs, dtype=np.int32).reshape(-1, 2) if pairs else NO_INTS.reshape(0, 2)
+        return np.array(pairs, dtype=np.int32).reshape(-1, 2) if pairs else NO_PAIRS
 
     def _mask(self, slots: NDArray[np.int64], mask: TokenMask) -> tuple[int, Bools]:
         row = np.flatnonzero(slots == mask.slot)

@@ -1,0 +1,81 @@
+"""What one step needs, as plain values: the fold of plans makes it, the layers consume it. Numpy only."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.types import IntArray
+
+Bools: TypeAlias = NDArray[np.bool_]
+LongArray: TypeAlias = NDArray[np.int64]
+
+GREEDY_BELOW = 1e-5
+"""Lower temperatures take the most likely token: dividing by them would overflow float32 logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """The N sampling rows of one step, in row order."""
+
+    slots: LongArray
+    """[N]"""
+    last_index: LongArray
+    """[N]: index of the row's last token among the step's tokens: its hidden state gives the logits."""
+    positions: LongArray
+    """[N]: absolute position of the token being sampled; part of the noise key."""
+    temperature: NDArray[np.float32]
+    """[N]; 0 takes the most likely token."""
+    top_k: LongArray
+    """[N]; 0 keeps all."""
+    top_p: NDArray[np.float32]
+    """[N]; 1 keeps all."""
+    min_p: NDArray[np.float32]
+    """[N]; 0 keeps all."""
+    seeds: NDArray[np.uint64]
+    """[N]"""
+    suppressed: IntArray
+    """[n, 2]: (row among the N, token id) that may not be sampled."""
+    masks: tuple[tuple[int, Bools], ...]
+    """(row among the N, allowed tokens [vocabulary size])."""
+
+    @property
+    def greedy(self) -> Bools:
+        """[N]: rows that take the most likely token."""
+        rows: Bools = self.temperature < GREEDY_BELOW
+        return rows
+
+    @property
+    def filtered(self) -> Bools:
+        """[N]: rows whose choice needs the whole distribution."""
+        rows: Bools = ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)) & ~self.greedy
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one forward pass needs. T tokens of R rows (variable-length batch), F of them fed back, N rows sample."""
+
+    token_ids: LongArray
+    """[T]; undefined where `feedback_index` points."""
+    positions: LongArray
+    """[T]"""
+    slot_mapping: LongArray
+    """[T]: block id x block size + offset, where the token's K/V goes."""
+    cu_seqlens: IntArray
+    """[R + 1]: row r has the tokens cu_seqlens[r] to cu_seqlens[r + 1]."""
+    seq_lens: IntArray
+    """[R]: tokens with K/V once the step ran, those that row r attends to."""
+    block_size: int
+    """Tokens per K/V block."""
+    block_tables: IntArray
+    """[R, most blocks of a row]; filled up with the row's own first block."""
+    feedback_index: LongArray
+    """[F]: indices into token_ids that take the last sampled token of `feedback_slots`."""
+    feedback_slots: LongArray
+    """[F]"""
+    sampling: SamplingInputs
+    """The N rows that reach their sequence's last token."""
+    zeroed: IntArray
+    """Block ids to fill with zeros before anything else."""
