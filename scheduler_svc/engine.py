@@ -44,6 +44,15 @@ class Engine:
         async with await self._frontends.serve(socket_path):
             await asyncio.gather(self._tell_state(), *(link.run() for link in self._links))
 
+    @property
+    def held(self) -> int:
+        """Entries of all per-request maps, the core's included: 0 when nothing is live."""
+        return len(self._early) + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
+
+    def check_invariants(self) -> None:
+        """Asserts that the core's state is consistent. O(everything)."""
+        self._running_core.check_invariants()
+
     # Frontends.
 
     def state(self) -> core_pb2.CoreState:
@@ -76,8 +85,8 @@ class Engine:
             self._early[request.key] = request
         else:
             self._core.submit(request)
-            self._wake_all()
         self._owners.setdefault(peer_of(request.key), set()).add(request.key)
+        self._settle()
 
     def _submit_early(self, core: Scheduler) -> None:
         for request in self._early.values():
@@ -87,6 +96,13 @@ class Engine:
                 self._forget(request.key)
                 self._frontends.end(request.key, error)
         self._early.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """What submit and worker_ready bring about beyond their answer: ends of sequences, rows to plan."""
+        if self._core is not None:
+            self._deliver(self._core.take_outputs())
+            self._wake_all()
 
     def cancel(self, key: int) -> None:
         """The frontend expects no answer."""
@@ -177,6 +193,7 @@ class Engine:
     def opened(self, group: int, description: WorkerDescription) -> StepPlan:
         """Opens the group's next epoch with an empty cache and a plan without rows: a refusal then costs nothing."""
         self._running_core.worker_ready(group, description.num_blocks)
+        self._settle()
         return self._running_core.heartbeat(group)
 
     def connected(self, group: int) -> None:
@@ -193,6 +210,8 @@ class Engine:
         outputs = self._running_core.update(group, result)
         self._plan(group)
         self._deliver(outputs)
+        if result.draining and not self._running_core.load().groups[group].running:
+            self._links[group].close()
 
     def lost(self, group: int) -> None:
         """Its sequences go back to the queue: to other groups at once, or to wait for its return."""

@@ -9,9 +9,10 @@ from typing import Protocol
 
 import numpy as np
 import structlog
+from google.protobuf.message import DecodeError
 
 from scheduler_svc.core import Ended, Request, StepOutputs
-from shared.errors import QueueFull, TandemError
+from shared.errors import ProtocolError, QueueFull, TandemError
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
 from shared.rpc import STATUS_CODES
@@ -66,7 +67,7 @@ class FrontendLinks:
         try:
             while (payload := await read_message(reader)) is not None:
                 self._handle(peer, core_pb2.FrontendMessage.FromString(payload))
-        except OSError as error:
+        except (OSError, DecodeError, ProtocolError) as error:
             _log.warning("frontend disconnected", reason=str(error))
         finally:
             self._writers.pop(peer, None)
@@ -168,6 +169,7 @@ def _ended(ended: Ended) -> core_pb2.Ended:
     elif ended.how is FinishReason.LENGTH:
         message.length.SetInParent()
     else:
+        assert ended.stop_token_id is not None, "a stop token ended it"
         message.stop_token_id = ended.stop_token_id
     return message
 

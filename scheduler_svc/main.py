@@ -3,12 +3,15 @@
 Serves nothing itself. The core listens on a Unix socket in a private folder; frontends share the public port.
 """
 
+import asyncio
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontend.config import FrontendConfig
+from scheduler_svc.watchdog import watch_core, watch_frontend
 from shared.model_config import load_model_config
 from shared.ports import find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
@@ -30,11 +33,26 @@ async def run(config: SchedulerConfig) -> int:
         frontends = [_frontend(config, socket_path) for _ in range(config.frontends)]
         for number, frontend in enumerate(frontends):
             family.start(f"frontend-{number}", "scheduler_svc.frontend.main", ["--config", to_json(frontend)])
+        watching = asyncio.gather(*_watchdogs(config, family, socket_path, frontends))
         announcement = f"tandem scheduler ready on {config.host}:{config.port} (model {name})"
         failed = await family.run(stopped, _until_ready(frontends), announcement)
+        watching.cancel()
         await family.stop((key for key in family.children if key != "core"), config.drain_timeout + 1.0, stopped)
         await family.stop(["core"], 1.0, stopped)
         return STARTUP_FAILED if failed else 0
+
+
+def _watchdogs(
+    config: SchedulerConfig, family: Supervisor, socket_path: str, frontends: Sequence[FrontendConfig]
+) -> Iterator[Coroutine[None, None, None]]:
+    yield watch_core(socket_path, config.step_timeout, partial(_kill, family, "core"))
+    for number, frontend in enumerate(frontends):
+        endpoint = f"{frontend.host}:{frontend.own_port}"
+        yield watch_frontend(endpoint, config.step_timeout, partial(_kill, family, f"frontend-{number}"))
+
+
+def _kill(family: Supervisor, name: str) -> None:
+    family.children[name].kill()
 
 
 def _frontend(config: SchedulerConfig, socket_path: str) -> FrontendConfig:

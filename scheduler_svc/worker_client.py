@@ -13,14 +13,13 @@ from typing import Protocol
 import structlog
 from grpc import aio
 
-from shared.errors import StartupError
+from shared.errors import ProtocolError, StartupError
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.rpc import make_channel
 from shared.types import DEPTH_LIMIT, StepPlan, StepResult, WorkerDescription
 from shared.wire import description_from_pb, plan_to_pb, result_from_pb
 
 HEARTBEAT_S = 0.5
-DIAL_TIMEOUT_S = 2.0
 REDIAL_S = 0.2
 SMOOTHING = 0.1
 
@@ -63,7 +62,7 @@ class WorkerLink:
         self._listener = listener
         self._instance = instance
         self._step_timeout = step_timeout
-        self._plans: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
+        self._plans: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
         self._last_sent = 0.0
         self._round_trip_s = 0.0
         self._step_s = 0.0
@@ -86,6 +85,10 @@ class WorkerLink:
         self._last_sent = now
         self._plans.put_nowait(plan_to_pb(plan, self._instance))
 
+    def close(self) -> None:
+        """Ends the open stream: the worker is shutting down and nothing runs there any more."""
+        self._plans.put_nowait(None)
+
     async def run(self) -> None:
         """Serves the group until cancelled. Raises StartupError where the group can't serve this model at all."""
         reported = ""
@@ -95,7 +98,7 @@ class WorkerLink:
                 await self._serve(worker_pb2_grpc.WorkerServiceStub(channel))
             except StartupError:
                 raise
-            except (aio.AioRpcError, TimeoutError, ValueError) as error:
+            except (aio.AioRpcError, TimeoutError, ValueError, ProtocolError) as error:
                 reason = _reason(error)
                 if self.is_connected or reason != reported:
                     _log.warning("no worker", endpoint=self.endpoint, reason=reason)
@@ -105,8 +108,8 @@ class WorkerLink:
                 await channel.close()
             await asyncio.sleep(REDIAL_S)
 
-    async def _serve(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
-        answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=DIAL_TIMEOUT_S)
+    async def _serve(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> None:
+        answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=self._step_timeout)
         description = description_from_pb(answer)
         self._listener.described(self.group, description)
         self._plans = asyncio.Queue()
@@ -123,8 +126,8 @@ class WorkerLink:
             self._listener.lost(self.group)
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.StepPlan]:
-        while True:
-            yield await self._plans.get()
+        while (plan := await self._plans.get()) is not None:
+            yield plan
 
     async def _beat(self) -> None:
         """Liveness is by message: a blocked peer still answers HTTP/2 pings."""
@@ -133,7 +136,7 @@ class WorkerLink:
             if time.monotonic() - self._last_sent >= HEARTBEAT_S:
                 self.send(self._listener.heartbeat(self.group))
 
-    async def _receive(self, call: aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]) -> None:
+    async def _receive(self, call: "aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]") -> None:
         """Until the stream ends or falls silent: heartbeats make sure that there is always a result to wait for."""
         while True:
             async with asyncio.timeout(self._step_timeout):

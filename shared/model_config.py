@@ -93,6 +93,9 @@ def load_model_config(folder: Path, name: str | None = None) -> ModelConfig:
         raise StartupError(
             f"{folder}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
+    for key, served in (("hidden_act", "silu"), ("use_sliding_window", False), ("partial_rotary_factor", 1.0)):
+        if config.get(key, served) != served:
+            raise StartupError(f"{folder / 'config.json'}: {key} {config[key]!r} is not supported, only {served!r}")
     try:
         return ModelConfig(
             name=name or folder.resolve().name,
@@ -104,7 +107,7 @@ def load_model_config(folder: Path, name: str | None = None) -> ModelConfig:
             num_layers=config["num_hidden_layers"],
             num_heads=config["num_attention_heads"],
             num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            head_dim=config.get("head_dim") or _default_head_dim(config, architecture),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope=_rope(config, folder),
             max_position=config["max_position_embeddings"],
@@ -133,6 +136,11 @@ def _read(folder: Path, name: str, required: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise StartupError(f"{path}: not a JSON object")
     return content
+
+
+def _default_head_dim(config: dict[str, Any], architecture: str) -> int:
+    """What transformers takes where the key is absent."""
+    return 128 if architecture == "Qwen3ForCausalLM" else config["hidden_size"] // config["num_attention_heads"]
 
 
 def _rope(config: dict[str, Any], folder: Path) -> RopeConfig:

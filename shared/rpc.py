@@ -55,6 +55,21 @@ STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.LeaseHeld: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RequestFailed: grpc.StatusCode.INTERNAL,
 }
+RETRY_AFTER = "grpc-retry-pushback-ms"
+"""Trailing metadata that tells a client when to try again."""
+
+_KINDS = {code.value[0]: kind for kind, code in STATUS_CODES.items()}
+
+
+def error_from_status(code: int, message: str, retry_after_ms: int = 0) -> errors.TandemError:
+    """The error that a peer reported, by STATUS_CODES. A code of no kind counts as a fault of the service."""
+    kind = _KINDS.get(code, errors.RequestFailed)
+    if kind is errors.InvalidRequest:
+        field, _, problem = message.partition(": ")
+        return errors.InvalidRequest(field, problem)
+    if kind is errors.QueueFull:
+        return errors.QueueFull(message, retry_after_ms)
+    return kind(message)
 
 
 async def _abort(context: Any, error: Exception) -> None:
@@ -64,7 +79,7 @@ async def _abort(context: Any, error: Exception) -> None:
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
     trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, errors.QueueFull):
-        trailers = (("grpc-retry-pushback-ms", str(error.retry_after_ms)),)
+        trailers = ((RETRY_AFTER, str(error.retry_after_ms)),)
     await context.abort(code, str(error), trailers)
 
 

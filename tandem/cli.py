@@ -122,18 +122,14 @@ def chat(
 
 
 def main() -> int:
-    """The exit status; an error is one line on standard error."""
+    """Runs the command and exits; the status of an error, which is one line on standard error."""
     die_with_parent()
     try:
-        app(standalone_mode=False)
-    except typer.Exit as end:
-        return end.exit_code
+        app()
     except StartupError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return STARTUP_FAILED
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0

@@ -5,6 +5,7 @@ checks that both are the same text.
 """
 
 import asyncio
+import os
 import sys
 import time
 
@@ -16,7 +17,7 @@ from tandem.client import Client
 from tandem.serve import ServeConfig, Service
 from tandem.talk import show
 
-PROMPT = "In the beginning"
+PROMPT = "It is a truth universally acknowledged"
 MAX_TOKENS = 200
 KILL_AFTER_TOKENS = 60
 
@@ -25,6 +26,7 @@ _console = Console(highlight=False)
 
 async def main() -> int:
     """Exit status 0 if both answers are the same."""
+    os.environ.setdefault("TANDEM_LOG_LEVEL", "ERROR")  # for the children too: this is about their output
     configure_logging("demo")
     config = ServeConfig(port=find_free("127.0.0.1"))
     _console.rule("Starting a scheduler process and a worker process")
@@ -47,6 +49,7 @@ async def main() -> int:
 def _stream(service: Service, *, kill: bool) -> str:
     """Prints an answer as it comes and returns it."""
     text, tokens, started = "", 0, time.monotonic()
+    print(PROMPT, end="")
     with Client(f"{service.config.host}:{service.config.port}") as client:
         for delta in client.generate(PROMPT, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True):
             text, tokens = text + delta.text, tokens + len(delta.token_ids)
@@ -54,8 +57,10 @@ def _stream(service: Service, *, kill: bool) -> str:
             if kill and tokens >= KILL_AFTER_TOKENS:
                 kill = False
                 worker = service.family.children["worker-0"]
-                _console.print(f"[kill -9 {worker.pid}: the worker is dead]", style="bold red", markup=False)
                 worker.kill()
+                _console.print(
+                    f" [kill -9 {worker.pid}: the worker is dead; another starts]", style="red", markup=False
+                )
     return text
 
 

@@ -1,16 +1,16 @@
-"""Names of models: a folder, or one of the two trained ones in the package."""
+"""Names of models: a folder, or the trained one in the package."""
 
 from pathlib import Path
 
 from shared.errors import StartupError
+from tandem import tiny
 
-_TINY = Path(__file__).parent / "tiny"
-BUILT_IN = {"tiny": _TINY / "dense", "tiny-moe": _TINY / "moe"}
+BUILT_IN = {"tiny": tiny.DENSE}
 
 
 def model_folder(name: str) -> Path:
     """The folder of a model. Raises StartupError where there is none."""
     folder = BUILT_IN.get(name, Path(name))
     if not (folder / "config.json").is_file():
-        raise StartupError(f"no model at {name!r}: give a folder with config.json, or one of {', '.join(BUILT_IN)}")
+        raise StartupError(f"no model at {name!r}: give a folder with config.json, or {', '.join(BUILT_IN)}")
     return folder

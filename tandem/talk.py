@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tandem.client import Client, Delta
+from tandem.client import Client
+from tandem.values import Delta
 
 _notes = Console(stderr=True, highlight=False, style="dim")
 

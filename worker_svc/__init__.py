@@ -1,3 +1,1 @@
 """The worker: executes step plans on one tensor-parallel group of ranks. Knows nothing of requests or scheduling."""
-
-__version__ = "0.1.0"

@@ -1,13 +1,22 @@
 """A worker's settings. Knows no torch, so that the command line reads it at no cost."""
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import StartupError
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 ATTENTION = ("auto", "torch")
+_COUNTS = (
+    "tensor_parallel",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "threads",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +58,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         """Checks every value on its own; what depends on the model is checked when that is read."""
-        for name in ("tensor_parallel", "block_size", "kv_cache_memory", "max_num_seqs", "threads"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("num_kv_blocks", "max_num_batched_tokens", "max_model_len"):
+        for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         for name in ("lease_timeout", "step_timeout"):
             if not getattr(self, name) > 0:
@@ -67,19 +74,6 @@ class WorkerConfig:
     def folder(self) -> Path:
         """The model folder."""
         return Path(self.model)
-
-    def to_json(self) -> str:
-        """For the command line of a rank."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "WorkerConfig":
-        """The inverse of to_json; unknown keys raise StartupError."""
-        values = json.loads(text)
-        unknown = set(values) - {field.name for field in fields(cls)}
-        if unknown:
-            raise StartupError(f"unknown worker settings: {', '.join(sorted(unknown))}")
-        return cls(**values)
 
 
 def _flag(name: str) -> str:

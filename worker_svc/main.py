@@ -5,38 +5,37 @@ Imports no torch until a rank needs it, so that the command line and the launche
 
 import argparse
 import asyncio
-import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from shared.errors import StartupError
+from shared.errors import StartupError, TandemError
 from shared.process import STARTUP_FAILED, die_with_parent
+from shared.settings import from_json
 from shared.telemetry import configure_logging
 from worker_svc.config import WorkerConfig
-from worker_svc.launcher import WorkerFailed, launch
+from worker_svc.launcher import launch
 from worker_svc.progress import Progress, open_cells
 
 _log = structlog.get_logger(__name__)
 
 
 def run(config: WorkerConfig) -> int:
-    """Runs a worker group until SIGTERM or SIGINT; the exit status. What went wrong is one line on stderr."""
-    configure_logging("worker launcher")
-    try:
-        asyncio.run(launch(config))
-    except StartupError as error:
-        print(f"tandem worker: {error}", file=sys.stderr)
-        return STARTUP_FAILED
-    except WorkerFailed as error:
-        print(f"tandem worker: {error}", file=sys.stderr)
-        return 1
+    """Runs a worker group until SIGTERM or SIGINT; exit status 0.
+
+    Raises StartupError where it can't start, launcher.WorkerFailed where a rank ends or hangs: one line each.
+    """
+    asyncio.run(launch(config))
     return 0
 
 
 def run_rank(config: WorkerConfig, rank: int, folder: Path) -> int:
-    """One rank, until the launcher (rank 0) or rank 0 (the others) says to stop; the exit status."""
+    """One rank, until the launcher (rank 0) or rank 0 (the others) says to stop; the exit status.
+
+    Why it can't start is left in the folder for the launcher, which tells it once for all ranks.
+    """
     configure_logging(f"worker rank {rank}")
     progress = Progress(open_cells(folder / "progress", config.tensor_parallel), rank)
     try:
@@ -46,9 +45,9 @@ def run_rank(config: WorkerConfig, rank: int, folder: Path) -> int:
             _run_follower(config, rank, folder / "rendezvous", progress)
     except StartupError as error:
         (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")
-        return 1
-    except Exception:
-        _log.exception("rank failed")
+        return STARTUP_FAILED
+    except Exception as error:
+        _log.error("rank failed", problem=str(error), exc_info=not isinstance(error, TandemError))
         return 1
     return 0
 
@@ -73,11 +72,10 @@ def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: P
 
 
 def main() -> int:
-    """Parses what the launcher passes. Signals of the terminal are the launcher's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Parses what the launcher passes."""
     die_with_parent()
-    parser = argparse.ArgumentParser(description="One rank of a worker group.")
-    parser.add_argument("--config", required=True, type=WorkerConfig.from_json, help="settings as JSON")
+    parser = argparse.ArgumentParser(description="One rank of a worker group")
+    parser.add_argument("--config", required=True, type=partial(from_json, WorkerConfig), help="settings as JSON")
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--folder", required=True, type=Path, help="the group's folder for rendezvous and progress")
     arguments = parser.parse_args()

@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shared.errors import TandemError
+
 _FOREVER = timedelta(days=365)  # idle ranks wait in a collective; the launcher watches for hung ones
+
+
+class RankLost(TandemError):
+    """Another rank of the group has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +60,19 @@ class TensorParallel:
             dist.broadcast(values, src=0)
         return values
 
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes; other ranks pass None and wait for them."""
-        if self.size == 1:
-            assert data is not None
-            return data
-        length = self.broadcast(torch.tensor([len(data or b"")]))
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
-        if payload is None:
-            payload = torch.empty(int(length), dtype=torch.uint8)
-        return self.broadcast(payload).numpy().tobytes()
+    def send_bytes(self, data: bytes) -> None:
+        """From rank 0 to all others, which receive_bytes()."""
+        if self.size > 1:
+            self.broadcast(torch.tensor([len(data)]))
+            self.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def receive_bytes(self) -> bytes:
+        """What rank 0 sends, at least one byte. Raises RankLost where it is gone."""
+        try:
+            length = self.broadcast(torch.zeros(1, dtype=torch.int64))
+            return self.broadcast(torch.empty(int(length), dtype=torch.uint8)).numpy().tobytes()
+        except RuntimeError as error:  # how torch.distributed tells a closed connection
+            raise RankLost(f"rank 0 is gone ({error})") from None
 
 
 def join(rank: int, size: int, rendezvous: Path) -> TensorParallel:

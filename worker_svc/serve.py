@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,19 +9,21 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from shared import __version__
 from shared.errors import StartupError
 from shared.model_config import ModelConfig, load_model_config
 from shared.pb import worker_pb2, worker_pb2_grpc
+from shared.process import stop_signals
 from shared.rpc import make_server
 from shared.types import WorkerDescription
-from worker_svc import __version__
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import dtype_name
 from worker_svc.parallel import join
 from worker_svc.progress import BEAT_S, Progress
 from worker_svc.runner.build import build_runner
 from worker_svc.runner.group import GroupRunner
-from worker_svc.servicer import WorkerServicer
+from worker_svc.runner.runner import ModelRunner
+from worker_svc.servicer import Group, WorkerServicer
 
 _log = structlog.get_logger(__name__)
 
@@ -38,7 +39,7 @@ class WorkerServer:
         self._thread = ThreadPoolExecutor(1, "steps")
         self._servicer = WorkerServicer(self._thread, config.lease_timeout)
         self._health = health.aio.HealthServicer()
-        self._group: GroupRunner | None = None
+        self._group: Group | None = None
         self._server = make_server(share_port=False)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -59,13 +60,16 @@ class WorkerServer:
         """Joins the other ranks, loads the model, and begins to answer. Raises StartupError."""
         loop = asyncio.get_running_loop()
         model = load_model_config(self._config.folder)
-        self._group = await loop.run_in_executor(
-            self._thread, _load_group, self._config, model, rendezvous, self._progress
-        )
-        description = _describe(self._config, model, self._group)
-        self._servicer.serve(self._group, description)
-        await self._update_health()
+        group = await loop.run_in_executor(self._thread, _load_group, self._config, model, rendezvous, self._progress)
+        description = _describe(self._config, model, group.runner)
+        await self.answer(group, description)
         return description
+
+    async def answer(self, group: Group, description: WorkerDescription) -> None:
+        """The group is warm: calls that wait go on."""
+        self._group = group
+        self._servicer.serve(group, description)
+        await self._update_health()
 
     async def watch(self) -> None:
         """Beats and keeps the health service true, for ever."""
@@ -80,7 +84,11 @@ class WorkerServer:
         await self._update_health()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_timeout):
-                await self._servicer.lease.released()
+                await self.released()
+
+    async def released(self) -> None:
+        """Waits until no scheduler holds the group."""
+        await self._servicer.lease.released()
 
     async def stop(self) -> None:
         """Ends what is still open, and the other ranks."""
@@ -100,21 +108,19 @@ class WorkerServer:
 
 async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress) -> None:
     """Serves until SIGTERM. Raises StartupError where it can't begin to."""
-    stopping = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     server = WorkerServer(config, progress)
     port = await server.start()
     watch = asyncio.create_task(server.watch())
-    loading = asyncio.create_task(server.load(rendezvous))
-    stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-    description = await loading  # a load can't be interrupted
-    print(ready_line(config, description, port), flush=True)
-    await stopped
-    _log.info("draining")
-    await server.drain()
-    await server.stop()
-    watch.cancel()
+    try:
+        description = await server.load(rendezvous)
+        with stop_signals() as stopped:  # until here SIGTERM just ends the process: a load can't be interrupted
+            print(ready_line(config, description, port), flush=True)
+            await stopped.wait()
+            _log.info("draining")
+            await server.drain()
+    finally:
+        watch.cancel()
+        await server.stop()
 
 
 def ready_line(config: WorkerConfig, description: WorkerDescription, port: int) -> str:
@@ -135,8 +141,8 @@ def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, prog
     return GroupRunner(build_runner(config, model, ranks), ranks, progress)
 
 
-def _describe(config: WorkerConfig, model: ModelConfig, group: GroupRunner) -> WorkerDescription:
-    limits = group.runner.limits
+def _describe(config: WorkerConfig, model: ModelConfig, runner: ModelRunner) -> WorkerDescription:
+    limits = runner.batch.limits
     return WorkerDescription(
         fingerprint=model.fingerprint,
         model_name=model.name,
@@ -150,5 +156,5 @@ def _describe(config: WorkerConfig, model: ModelConfig, group: GroupRunner) -> W
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=__version__,
-        attention=group.runner.attention_name,
+        attention=runner.attention.name,
     )

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -13,11 +13,23 @@ from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.types import StepResult, WorkerDescription
 from shared.wire import description_to_pb, result_to_pb
 from worker_svc.plan_stream import Lease, PlanStream
-from worker_svc.runner.group import GroupRunner
 
 _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+
+
+class Group(Protocol):
+    """All ranks of a group as one; called from one thread."""
+
+    def open_epoch(self) -> None:
+        """Drops all batch state once the running step has ended."""
+
+    def step(self, message: worker_pb2.StepPlan) -> StepResult:
+        """Raises InvalidRequest for a plan that does not follow."""
+
+    def close(self) -> None:
+        """Ends the other ranks."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -27,12 +39,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """`thread` has one thread: commands run in the order in which they were given."""
         self._thread = thread
         self._lease_timeout_s = lease_timeout_s
-        self._warm: asyncio.Future[tuple[GroupRunner, WorkerDescription]] = asyncio.Future()
+        self._warm: asyncio.Future[tuple[Group, WorkerDescription]] = asyncio.Future()
         self.lease = Lease()
         self.draining = False
         """Results say so, and no new stream may open."""
 
-    def serve(self, group: GroupRunner, description: WorkerDescription) -> None:
+    def serve(self, group: Group, description: WorkerDescription) -> None:
         """From now on calls are answered."""
         self._warm.set_result((group, description))
 
@@ -61,14 +73,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
             self.lease.release(stream)
 
-    async def _open_epoch(self, group: GroupRunner, stream: PlanStream, first: worker_pb2.StepPlan) -> None:
+    async def _open_epoch(self, group: Group, stream: PlanStream, first: worker_pb2.StepPlan) -> None:
         if self.draining:
             raise Unavailable("the worker is shutting down")
         self.lease.take(stream, first.instance, first.epoch)
         await self._run(group.open_epoch)
         _log.info("epoch opened", instance=f"{first.instance:016x}", epoch=first.epoch)
 
-    async def _step(self, group: GroupRunner, plan: worker_pb2.StepPlan) -> StepResult:
+    async def _step(self, group: Group, plan: worker_pb2.StepPlan) -> StepResult:
         try:
             result = await self._run(lambda: group.step(plan))
         except TandemError:

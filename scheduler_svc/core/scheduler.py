@@ -182,6 +182,11 @@ class Scheduler:
         """Most tokens of a prompt and its output: min(model's, largest pool's); the model's while no pool is known."""
         return self._limits.context_limit
 
+    @property
+    def num_live(self) -> int:
+        """Sequences that the core knows, waiting and running."""
+        return len(self._life.by_key)
+
     def load(self) -> Load:
         """How busy the core is."""
         groups = [GroupLoad()] * self.config.num_groups

@@ -5,6 +5,7 @@ submitted again, with their output so far, to the core that takes its place. Kno
 """
 
 import asyncio
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from shared.wire import pack
 
 RECONNECT_INTERVAL = 0.05
 """Seconds between attempts to reach a core that is away: one connect to a Unix socket costs microseconds."""
+WRITERS_SHARE = 1.0
+"""Time for the clients' writers per time spent on a batch of tokens. Without it a core that is faster than the writers
+would starve them, since reading what has arrived already never yields; with it, tokens gather and messages grow."""
 _READ_BUFFER_BYTES = 1 << 20
 _MAX_HANDLE = (1 << 32) - 1
 _LITTLE_UINT32 = np.dtype("<u4")
@@ -58,6 +62,7 @@ class CoreLink:
             giving_up.cancel()
             try:
                 await self._serve(reader, writer)
+                _log.warning("core disconnected", reason="it closed the connection")
             except OSError as error:
                 _log.warning("core disconnected", reason=str(error))
             finally:
@@ -72,7 +77,9 @@ class CoreLink:
             self._send(core_pb2.FrontendMessage(submit=sample.submission))
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
         while (payload := await read_message(reader)) is not None:
+            started = time.perf_counter()
             self._handle(core_pb2.CoreMessage.FromString(payload))
+            await asyncio.sleep(WRITERS_SHARE * (time.perf_counter() - started))
 
     def _disconnected(self) -> None:
         self._writer = None

@@ -39,41 +39,58 @@ class Detokenizer:
         self._shown_tokens = 0
 
     def push(self, token_id: int) -> str | None:
-        """Adds a token. Returns the stop string that it completed: the text ends before it and all is given out."""
-        self._held_ids.append(token_id)
+        """Adds a token. Returns the stop string that it completed, if any.
+
+        The text ends before a stop string that is found; only flush() may follow.
+        """
         text = self._decoder.decode(self._vocabulary.text_bytes(token_id))
-        start = len(self._held_text)
+        self._held_ids.append(token_id)
         self._held_text += text
+        stop = self._scan(text)
+        if stop is not None:
+            return stop
+        held = self._stops.held[self._state]
+        splits_character = bool(self._decoder.getstate()[0])
+        if not held and not splits_character:
+            self._show_all()
+            return None
+        if not splits_character:
+            tokens = self._shown_tokens + len(self._held_ids)
+            self._boundaries.append((tokens, self._shown_characters + len(self._held_text)))
+        self._show_certain(held)
+        return None
+
+    def _scan(self, text: str) -> str | None:
+        """Finds a stop string that ends in `text`, the last of what is held, and cuts it off with what follows."""
+        if not self._stops:
+            return None
+        start = len(self._held_text) - len(text)
         for end, character in enumerate(text, start + 1):
             self._state = self._stops.step(self._state, character)
             stop = self._stops.matched[self._state]
             if stop is not None and self._shown_tokens + len(self._held_ids) >= self._min_tokens:
-                self._show(len(self._held_ids), max(end - len(stop), 0))
+                self._held_text = self._held_text[: max(end - len(stop), 0)]
+                self._decoder.reset()
                 return stop
-        if not self._decoder.getstate()[0]:
-            tokens = self._shown_tokens + len(self._held_ids)
-            self._boundaries.append((tokens, self._shown_characters + len(self._held_text)))
-        self._release()
         return None
 
     def push_hidden(self, token_id: int) -> None:
-        """Adds the token that stopped the sample: an id without text. Only flush() may follow."""
+        """Adds the token that stopped the sample: an id without text; only flush() may follow."""
         self._held_ids.append(token_id)
 
     def skip(self, token_ids: Iterable[int]) -> str | None:
-        """Adds first tokens that the client has already, with their text. The stop string that the last completed."""
+        """Adds first tokens that the client has already, with their text. The stop string that they completed."""
         stop = None
         for token_id in token_ids:
-            stop = self.push(token_id)
-        self._show(len(self._held_ids), len(self._held_text))
-        self._boundaries.clear()
+            stop = stop or self.push(token_id)
+        self._show_all()
         self.take()
         return stop
 
     def flush(self) -> None:
         """The sample has ended: gives out all that is held, half a character as U+FFFD."""
         self._held_text += self._decoder.decode(b"", final=True)
-        self._show(len(self._held_ids), len(self._held_text))
+        self._show_all()
 
     def take(self) -> tuple[str, list[int]]:
         """Text and ids that became certain since the last call."""
@@ -86,20 +103,26 @@ class Detokenizer:
         """Whether take() would return ids. Text never comes without."""
         return bool(self._ids)
 
-    def _release(self) -> None:
-        """Gives out the tokens whose text can't become part of a stop string."""
-        certain = self._shown_characters + len(self._held_text) - self._stops.held[self._state]
+    def _show_all(self) -> None:
+        self._text.append(self._held_text)
+        self._ids += self._held_ids
+        self._shown_characters += len(self._held_text)
+        self._shown_tokens += len(self._held_ids)
+        self._held_text = ""
+        self._held_ids.clear()
+        self._boundaries.clear()
+
+    def _show_certain(self, held: int) -> None:
+        """Gives out the tokens whose text ends before the last `held` characters."""
+        certain = self._shown_characters + len(self._held_text) - held
         boundary = None
         while self._boundaries and self._boundaries[0][1] <= certain:
             boundary = self._boundaries.popleft()
-        if boundary is not None:
-            self._show(boundary[0] - self._shown_tokens, boundary[1] - self._shown_characters)
-
-    def _show(self, tokens: int, characters: int) -> None:
-        """Moves the first held tokens and characters to what is given out."""
+        if boundary is None:
+            return
+        tokens, characters = boundary[0] - self._shown_tokens, boundary[1] - self._shown_characters
         self._text.append(self._held_text[:characters])
         self._ids += self._held_ids[:tokens]
         self._held_text = self._held_text[characters:]
         self._held_ids = self._held_ids[tokens:]
-        self._shown_characters += characters
-        self._shown_tokens += tokens
+        self._shown_tokens, self._shown_characters = boundary

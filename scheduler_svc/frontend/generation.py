@@ -8,12 +8,12 @@ import asyncio
 from collections.abc import Sequence
 
 from scheduler_svc.frontend.detokenizer import Detokenizer
-from scheduler_svc.frontend.failures import error_from
 from scheduler_svc.frontend.stop_strings import StopStrings
 from scheduler_svc.frontend.vocabulary import Vocabulary
 from shared.errors import TandemError
 from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
+from shared.rpc import error_from_status
 from shared.wire import unpack
 
 
@@ -59,7 +59,8 @@ class Sample:
         elif how == "length":
             self._end(pb.Finish(reason=pb.FINISH_REASON_LENGTH))
         else:
-            self.failed(error_from(ended.failure))
+            failure = ended.failure
+            self.failed(error_from_status(failure.code, failure.message, failure.retry_after_ms))
 
     def failed(self, error: TandemError) -> None:
         """The sample can't go on; nor does its request."""

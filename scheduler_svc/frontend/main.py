@@ -7,6 +7,7 @@ within the grace period, exit status 0.
 
 import argparse
 import asyncio
+import gc
 import sys
 from collections.abc import Coroutine
 from functools import partial
@@ -70,6 +71,7 @@ class Frontend:
         for background in (self.link.run(), self._health.run()):
             self._run(background)
         await self._server.start()
+        gc.freeze()  # what the start has made lives as long as the process: no collection needs to look at it
         _log.info("frontend listens", host=self._config.host, port=self._config.port, own_port=self.own_port)
 
     def _listen(self, port: int) -> int:

@@ -60,7 +60,6 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     yield response
             finally:
                 self._link.cancel(generation.samples)
-            record.outcome = "finished"
         except TandemError as error:
             record.outcome = type(error).__name__
             raise
@@ -77,7 +76,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _start(self, request: pb.GenerateRequest, record: "_Record") -> Generation:
         model = await self._link.ready()
-        check_request(request, model.vocabulary_size)
+        check_request(request, model)
         prompt = await self._prompt(request, model)
         seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
         record.prompt_tokens = prompt.size
@@ -142,12 +141,16 @@ class _Record:
         self.prompt_tokens = 0
         self.outcome = "cancelled"
         self._completion_tokens = 0
+        self._cached_tokens = 0
         self._arrived = time.monotonic()
         self._first: float | None = None
 
     def count(self, response: pb.GenerateResponse) -> None:
-        """One more message."""
+        """One more message. The outcome of a finished call is its last sample's."""
         self._completion_tokens += len(response.token_ids)
+        if response.HasField("finish"):
+            self.outcome = pb.FinishReason.Name(response.finish.reason).removeprefix("FINISH_REASON_").lower()
+            self._cached_tokens = response.usage.cached_tokens
         if self._first is None:
             self._first = time.monotonic()
 
@@ -159,6 +162,7 @@ class _Record:
             request_id=self.request_id,
             outcome=self.outcome,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self._cached_tokens,
             completion_tokens=self._completion_tokens,
             first_token_ms=round(((self._first or now) - self._arrived) * 1e3, 1),
             total_ms=round((now - self._arrived) * 1e3, 1),

@@ -32,6 +32,10 @@ class StopStrings:
         automaton._link(depths)
         return automaton
 
+    def __bool__(self) -> bool:
+        """Whether there is any stop string."""
+        return len(self.edges) > 1
+
     def _insert(self, stop: str, depths: list[int]) -> None:
         state = 0
         for character in stop:

@@ -24,17 +24,24 @@ MAX_TEMPERATURE = 100.0
 _UINT32 = 1 << 32
 
 
-def check_request(request: pb.GenerateRequest, vocabulary_size: int) -> None:
-    """Checks all that needs no tokenizer. Raises InvalidRequest."""
+def check_request(request: pb.GenerateRequest, model: core_pb2.ServedModel) -> None:
+    """Checks all that needs no tokenizer, lengths before contents. Raises InvalidRequest."""
     if request.WhichOneof("prompt") is None:
         raise InvalidRequest("prompt", "one of text, token_ids and chat is required")
     if request.WhichOneof("prompt") == "text" and not request.text:
         raise InvalidRequest("text", "must not be empty")
+    _check_length("token_ids", len(request.token_ids.ids), model.context_limit)
+    _at_most("output_token_ids", len(request.output_token_ids.ids), model.context_limit, "ids")
     for field in ("request_id", "cache_salt"):
         _at_most(field, len(getattr(request, field).encode()), MAX_NAME_BYTES, "bytes")
     _check_samples(request)
     _check_sampling(request.sampling)
-    _check_stopping(request.stopping, vocabulary_size)
+    _check_stopping(request.stopping, model.vocabulary_size)
+
+
+def _check_length(prompt: str, tokens: int, context_limit: int) -> None:
+    if tokens >= context_limit:
+        raise InvalidRequest(prompt, f"has {tokens} tokens; must be fewer than the context limit, {context_limit}")
 
 
 def _check_samples(request: pb.GenerateRequest) -> None:
@@ -123,8 +130,7 @@ def _room(request: pb.GenerateRequest, prompt: IntArray, output: IntArray, conte
     field = request.WhichOneof("prompt") or "prompt"
     if not prompt.size:
         raise InvalidRequest(field, "has no tokens")
-    if prompt.size >= context_limit:
-        raise InvalidRequest(field, f"has {prompt.size} tokens; must be fewer than the context limit, {context_limit}")
+    _check_length(field, prompt.size, context_limit)
     room = context_limit - prompt.size
     _at_most("output_token_ids", output.size, room, "ids")
     return room

@@ -55,6 +55,7 @@ class FakeCore:
         self.cancelled: list[int] = []
         self.aborted: list[str] = []
         self.connections = 0
+        self.answer_aborts = True
         self._path = path
         self._answer = answer
         self._server: asyncio.Server | None = None
@@ -107,6 +108,8 @@ class FakeCore:
 
     def _abort(self, question: core_pb2.AbortById) -> None:
         self.aborted.append(question.request_id)
+        if not self.answer_aborts:
+            return
         mine = [submit for submit in self.submits if submit.request_id == question.request_id]
         for submit in mine:
             self.give(submit, (), failed(1, "aborted by its id"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from grpc import aio
 
 from scheduler_svc.frontend.config import FrontendConfig
@@ -66,5 +67,5 @@ async def rest(call: Any) -> list[pb.GenerateResponse]:
 
 
 def run(scenario: Coroutine[Any, Any, None], seconds: float = 30.0) -> None:
-    """Runs one scenario in an event loop of its own."""
-    asyncio.run(asyncio.wait_for(scenario, seconds))
+    """Runs one scenario in an event loop of its own, of the kind that the process uses."""
+    uvloop.run(asyncio.wait_for(scenario, seconds))

@@ -81,7 +81,9 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(_TEXT * 3, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        _TEXT * 3, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens(["<think>"])
     return tokenizer

@@ -103,12 +103,17 @@ class Output:
             self.finish, self.usage = response.finish, response.usage
 
 
+async def follow(channel: aio.Channel, request: pb.GenerateRequest, *outputs: Output) -> None:
+    """Adds the request's deltas to `outputs`, one per sample, as they come."""
+    async for response in generation_pb2_grpc.GenerationServiceStub(channel).Generate(request):
+        outputs[response.index - request.sample_index].add(response)
+    assert all(output.finish for output in outputs), "the stream ended without its last delta"
+
+
 async def generate(channel: aio.Channel, request: pb.GenerateRequest) -> list[Output]:
     """All samples of a request, whole."""
     outputs = [Output() for _ in range(request.n or 1)]
-    async for response in generation_pb2_grpc.GenerationServiceStub(channel).Generate(request):
-        outputs[response.index - request.sample_index].add(response)
-    assert all(output.finish for output in outputs)
+    await follow(channel, request, *outputs)
     return outputs
 
 

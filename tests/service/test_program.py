@@ -55,7 +55,7 @@ def test_a_busy_port(command: str) -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = str(server.getsockname()[1])
-        one_line(tandem(command, "--port", port, *workers), port)
+        one_line(tandem(command, "--model", "tiny", "--port", port, *workers), port)
 
 
 def test_no_service_at_the_endpoint() -> None:
@@ -63,7 +63,7 @@ def test_no_service_at_the_endpoint() -> None:
 
 
 def test_generate_streams_text(service: Tandem) -> None:
-    result = tandem("generate", "In the beginning", "--endpoint", service.endpoint, "--max-tokens", "8")
+    result = tandem("generate", "It is a truth universally", "--endpoint", service.endpoint, "--max-tokens", "8")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
     assert "8 tokens" in result.stderr
@@ -71,10 +71,10 @@ def test_generate_streams_text(service: Tandem) -> None:
 
 def test_generate_reads_standard_input_and_prints_json(service: Tandem) -> None:
     arguments = ["generate", "-", "--json", "--endpoint", service.endpoint, "--max-tokens", "8", "--temperature", "0"]
-    result = tandem(*arguments, stdin="In the beginning")
+    result = tandem(*arguments, stdin="It is a truth universally")
     pieces = [json.loads(line) for line in result.stdout.splitlines()]
     assert sum(len(piece["token_ids"]) for piece in pieces) == 8
-    plain = tandem("generate", "In the beginning", *arguments[3:])
+    plain = tandem("generate", "It is a truth universally", *arguments[3:])
     assert "".join(piece["text"] for piece in pieces) == plain.stdout.rstrip("\n")
 
 

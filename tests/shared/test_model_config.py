@@ -54,6 +54,9 @@ def test_both_spellings_of_rope(tmp_path: Path, given: dict[str, Any], kind: str
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"architectures": None}, "none"),
         ({"hidden_size": ...}, "hidden_size"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, given: dict[str, Any], named: str) -> None:

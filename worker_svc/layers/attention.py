@@ -62,7 +62,7 @@ class _Group:
     """R rows of Q tokens each that attend together over L tokens of K/V."""
 
     tokens: Tensor
-    """[R, Q]: indices among the step's tokens."""
+    """[R x Q]: indices among the step's tokens, row by row."""
     blocks: Tensor
     """[R, B]"""
     length: int
@@ -86,33 +86,31 @@ class TorchStep:
         self._store(value, cache.value)
         output = torch.zeros_like(query)
         for group in self.groups:
-            output[group.tokens] = _attend(query[group.tokens], cache, group)
+            output.index_copy_(0, group.tokens, _attend(query.index_select(0, group.tokens), cache, group))
         return output
 
     def _store(self, new: Tensor, cache: Tensor) -> None:
-        kept = new if self.stored is None else new[self.stored]
-        cache.view(-1, *cache.shape[2:])[self.slots] = kept
+        kept = new if self.stored is None else new.index_select(0, self.stored)
+        cache.flatten(0, 1).index_copy_(0, self.slots, kept)
 
 
 def _attend(query: Tensor, cache: LayerCache, group: _Group) -> Tensor:
-    """[R, Q, num_heads, head_dim] to the same. Query heads of one K/V head lie beside each other."""
-    rows, queries, heads, dim = query.shape
+    """[R x Q, num_heads, head_dim] to the same. The query heads of one K/V head, which lie beside each other, count as
+    further queries of it: so K and V are read where they are."""
+    rows, length = len(group.blocks), group.length
+    queries, heads, dim = len(query) // rows, *query.shape[1:]
     kv_heads = cache.key.shape[2]
     shared = heads // kv_heads
-    q = query.view(rows, queries, kv_heads, shared, dim)
-    q = q.permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, shared, queries, dim)
-    k, v = (_gather(memory, group, shared) for memory in (cache.key, cache.value))
-    mask = group.mask.expand(rows, kv_heads, queries, group.length).reshape(-1, 1, queries, group.length)
+    q = query.view(rows, queries, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
+    k, v = (_gather(memory, group.blocks)[:, :length].transpose(1, 2) for memory in (cache.key, cache.value))
+    mask = group.mask.repeat(1, 1, shared, 1)
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    out = out.view(rows, kv_heads, shared, queries, dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(rows, queries, heads, dim)
+    return out.view(rows, kv_heads, shared, queries, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
 
-def _gather(memory: Tensor, group: _Group, shared: int) -> Tensor:
-    """[R x num_kv_heads, shared, L, head_dim]: the rows' K or V, each head seen by all its query heads."""
-    rows = memory[group.blocks].flatten(1, 2)[:, : group.length]  # [R, L, num_kv_heads, head_dim]
-    heads = rows.transpose(1, 2).flatten(0, 1)
-    return heads[:, None].expand(-1, shared, -1, -1)
+def _gather(memory: Tensor, blocks: Tensor) -> Tensor:
+    """[R, B x block size, num_kv_heads, head_dim]: the rows' K or V."""
+    return memory.index_select(0, blocks.flatten()).view(len(blocks), -1, *memory.shape[2:])
 
 
 def _decode_groups(rows: NDArray[np.int64], seq_lens: NDArray[np.int32]) -> Iterator[NDArray[np.int64]]:
@@ -129,7 +127,7 @@ def _padded_rows(inputs: StepInputs, rows: NDArray[np.int64]) -> _Group:
     length = int(seq_lens.max())
     mask = np.arange(length) < seq_lens[:, None]
     return _Group(
-        tokens=torch.from_numpy(inputs.cu_seqlens[rows].astype(np.int64)[:, None]),
+        tokens=torch.from_numpy(inputs.cu_seqlens[rows].astype(np.int64)),
         blocks=_blocks(inputs, rows, length),
         length=length,
         mask=torch.from_numpy(mask[:, None, None]),
@@ -141,7 +139,7 @@ def _single_row(inputs: StepInputs, row: int) -> _Group:
     length = int(inputs.seq_lens[row])
     mask = np.arange(length) <= np.arange(length - (end - start), length)[:, None]
     return _Group(
-        tokens=torch.arange(start, end)[None],
+        tokens=torch.arange(start, end),
         blocks=_blocks(inputs, np.array([row]), length),
         length=length,
         mask=torch.from_numpy(mask[None, None]),

@@ -35,7 +35,7 @@ class GroupRunner:
     def open_epoch(self) -> None:
         """Drops all batch state, on every rank, once the step that is running there has ended."""
         with self._progress.step():
-            self._tell(_OPEN)
+            self._group.send_bytes(_OPEN)
             self.runner.open_epoch()
 
     def step(self, message: worker_pb2.StepPlan) -> StepResult:
@@ -44,22 +44,19 @@ class GroupRunner:
         plan = parse_plan(message)
         with self._progress.step():
             if self._group.size > 1:
-                self._tell(_STEP + message.SerializeToString())
+                self._group.send_bytes(_STEP + message.SerializeToString())
             token_ids, failed_rows = to_host(self.runner.step(plan))
         elapsed = time.perf_counter() - started
         return StepResult(plan.epoch, plan.step_id, token_ids, failed_rows, step_time_us=int(elapsed * 1e6))
 
     def close(self) -> None:
         """The other ranks end."""
-        self._tell(_QUIT)
-
-    def _tell(self, command: bytes) -> None:
-        self._group.broadcast_bytes(command)
+        self._group.send_bytes(_QUIT)
 
 
 def follow(runner: ModelRunner, group: TensorParallel, progress: Progress) -> None:
     """Runs what rank 0 passes on until it says to end."""
-    while (command := group.broadcast_bytes(None)) != _QUIT:
+    while (command := group.receive_bytes()) != _QUIT:
         with progress.step():
             if command == _OPEN:
                 runner.open_epoch()

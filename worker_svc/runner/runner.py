@@ -10,7 +10,7 @@ from worker_svc.layers.attention import AttentionBackend, StepAttention
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.kv_cache import KVCache, LayerCache
 from worker_svc.layers.sampler import SampledTokens, Sampler
-from worker_svc.runner.batch import BatchState, Limits, StepInputs
+from worker_svc.runner.batch import BatchState, StepInputs
 
 
 class CausalModel(Protocol):
@@ -37,44 +37,35 @@ class ModelRunner:
         attention: AttentionBackend,
         sampler: Sampler,
     ) -> None:
-        self._model = model
-        self._cache = cache
-        self._batch = batch
-        self._attention = attention
-        self._sampler = sampler
+        self.model = model
+        self.cache = cache
+        self.batch = batch
+        self.attention = attention
+        self.sampler = sampler
         # Last sampled token of each slot. On the device: plans run ahead of results.
         self._last_tokens = torch.zeros(batch.limits.max_num_seqs, dtype=torch.int64)
 
-    @property
-    def limits(self) -> Limits:
-        """The bounds that plans must keep."""
-        return self._batch.limits
-
-    @property
-    def attention_name(self) -> str:
-        """What computes attention."""
-        return self._attention.name
-
     def open_epoch(self) -> None:
         """Drops all batch state; weights and K/V memory stay."""
-        self._batch.reset()
+        self.batch.reset()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> SampledTokens:
         """Raises InvalidRequest for a plan that does not follow; after any error a new epoch must be opened."""
-        inputs = self._batch.apply(plan)
-        self._cache.zero(inputs.zeroed)
+        inputs = self.batch.apply(plan)
+        self.cache.zero(inputs.zeroed)
         if not len(inputs.token_ids):
             return SampledTokens(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
-        hidden = self._forward(inputs)
-        logits = self._model.head.logits(hidden[torch.from_numpy(inputs.sampling.last_index)])
-        sampled = self._sampler(logits, inputs.sampling)
+        hidden = self.forward(inputs)
+        logits = self.model.head.logits(hidden[torch.from_numpy(inputs.sampling.last_index)])
+        sampled = self.sampler(logits, inputs.sampling)
         self._last_tokens[torch.from_numpy(inputs.sampling.slots)] = sampled.token_ids
         return sampled
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Hidden states of the step's tokens, [T, hidden]; their K/V is stored."""
         token_ids = torch.from_numpy(inputs.token_ids)
         slots = torch.from_numpy(inputs.feedback_slots)
         token_ids[torch.from_numpy(inputs.feedback_index)] = self._last_tokens[slots]
-        attention = self._attention.prepare(inputs)
-        return self._model(token_ids, torch.from_numpy(inputs.positions), self._cache.layers, attention)
+        attention = self.attention.prepare(inputs)
+        return self.model(token_ids, torch.from_numpy(inputs.positions), self.cache.layers, attention)

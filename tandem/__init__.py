@@ -1,0 +1,38 @@
+"""What a person touches: the client library (here), the command line, the tiny models."""
+
+from shared.errors import (
+    Aborted,
+    DeadlineExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    QueueFull,
+    RequestFailed,
+    TandemError,
+    Unavailable,
+)
+from tandem.client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
+from tandem.values import ChatMessage, Completion, Delta, Finish, Load, ModelInfo, Sample, Usage, WorkerLoad
+
+__all__ = [
+    "Aborted",
+    "AsyncClient",
+    "AsyncGenerationStream",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "Delta",
+    "DuplicateRequest",
+    "Finish",
+    "GenerationStream",
+    "InvalidRequest",
+    "Load",
+    "ModelInfo",
+    "QueueFull",
+    "RequestFailed",
+    "Sample",
+    "TandemError",
+    "Unavailable",
+    "Usage",
+    "WorkerLoad",
+]

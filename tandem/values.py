@@ -1,0 +1,166 @@
+"""What the client library takes and gives: plain frozen values, made from protobuf here and nowhere else."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from shared.pb import generation_pb2 as pb
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys as the model's chat template sees them, for instance tool_calls or reasoning_content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a sample ended."""
+
+    reason: Literal["stop", "length"]
+    matched: str | int | None
+    """The stop string that appeared or the token that stopped it; None where `reason` is length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one sample."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """The token that stopped it and those given to resume included."""
+    cached_tokens: int
+    """Tokens of the prompt that were in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of one sample. Concatenated in order, texts and ids are the whole output."""
+
+    index: int
+    """Which of the request's samples it belongs to."""
+    text: str
+    """Never half a character, never the beginning of a stop string."""
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+    """Set in the last delta of each sample."""
+    usage: Usage | None = None
+    """Set in the last delta of each sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample, whole."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request's samples, whole, in order of their index."""
+
+    request_id: str
+    seed: int
+    """Repeats the output when given again."""
+    samples: tuple[Sample, ...]
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample: of the only one unless `n` asked for more."""
+        return self.samples[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model and its limits."""
+
+    model_name: str
+    fingerprint: str
+    """Hash of the model's configuration."""
+    architecture: str
+    vocabulary_size: int
+    max_context_length: int
+    """Most tokens of a prompt and its output together."""
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    server_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """How busy one worker group is."""
+
+    endpoint: str
+    connected: bool
+    running: int
+    total_blocks: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the service was at most half a second ago, in requests."""
+
+    queued: int
+    running: int
+    max_running: int
+    workers: tuple[WorkerLoad, ...]
+
+
+def delta_from_pb(response: pb.GenerateResponse) -> Delta:
+    """One message of the stream."""
+    return Delta(
+        index=response.index,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        finish=_finish(response.finish) if response.HasField("finish") else None,
+        usage=_copy(Usage, response.usage) if response.HasField("usage") else None,
+    )
+
+
+def _finish(finish: pb.Finish) -> Finish:
+    if finish.reason == pb.FINISH_REASON_LENGTH:
+        return Finish("length", None)
+    return Finish("stop", finish.stop if finish.WhichOneof("matched") == "stop" else finish.token_id)
+
+
+def completion_from(request_id: str, seed: int, deltas: Iterable[Delta]) -> Completion:
+    """Joins the deltas of a whole stream."""
+    pieces: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        pieces.setdefault(delta.index, []).append(delta)
+    return Completion(request_id, seed, tuple(_joined(pieces[index]) for index in sorted(pieces)))
+
+
+def _joined(deltas: list[Delta]) -> Sample:
+    finish, usage = deltas[-1].finish, deltas[-1].usage
+    assert finish is not None and usage is not None, "a stream that ended well has finished every sample"
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    return Sample(deltas[0].index, "".join(delta.text for delta in deltas), token_ids, finish, usage)
+
+
+def model_info_from_pb(response: pb.GetModelInfoResponse) -> ModelInfo:
+    """The answer to GetModelInfo."""
+    return _copy(ModelInfo, response, eos_token_ids=tuple(response.eos_token_ids))
+
+
+def load_from_pb(response: pb.GetLoadResponse) -> Load:
+    """The answer to GetLoad."""
+    return _copy(Load, response, workers=tuple(_copy(WorkerLoad, worker) for worker in response.workers))
+
+
+def _copy(kind: type[T], message: Any, **converted: Any) -> T:
+    """A value whose fields are those of the message, some of them converted."""
+    names = {member.name for member in fields(kind)} - converted.keys()  # type: ignore[arg-type]
+    return kind(**{name: getattr(message, name) for name in names}, **converted)

@@ -1,0 +1,42 @@
+"""One rank of a real group: `python -m tests.worker.tensor_parallel_rank RANK SIZE RENDEZVOUS MODEL...`.
+
+Prints what it sampled, a list of tokens per sequence and model, as JSON.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from shared.types import RowSampling
+from tests.worker.planner import GREEDY, Planner, make_runner
+from worker_svc.parallel import TensorParallel, join, leave
+
+SAMPLINGS = (
+    GREEDY,
+    RowSampling(temperature=1.2, seed=3),
+    RowSampling(temperature=1.4, top_k=30, top_p=0.97, min_p=0.01, seed=4, min_tokens=5, suppressed_ids=(0, 200)),
+)
+
+
+def outputs(model: Path, group: TensorParallel) -> list[list[int]]:
+    """Twenty tokens of three sequences of different kinds, whose prompts are chunked beside decode rows."""
+    planner = Planner(make_runner(model, group))
+    lengths = (5, 40, 23)
+    for slot, sampling in enumerate(SAMPLINGS):
+        planner.admit(slot, random.Random(slot).choices(range(250), k=lengths[slot]), sampling)
+    while planner.sequences[1].tokens[40:][19:] == []:
+        planner.step([(slot, min(8, planner.remaining(slot))) for slot in range(3)])
+    return [planner.sequences[slot].tokens[lengths[slot] :][:20] for slot in range(3)]
+
+
+def main() -> None:
+    """Runs the models one after another in one group."""
+    rank, size, rendezvous, *models = sys.argv[1:]
+    group = join(int(rank), int(size), Path(rendezvous))
+    print(json.dumps([outputs(Path(model), group) for model in models]))
+    leave(group)
+
+
+if __name__ == "__main__":
+    main()
