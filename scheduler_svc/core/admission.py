@@ -29,9 +29,9 @@ class Admitter:
 
         The plan admits nobody then: the next one does.
         """
-        for sequence in self._life.queue:
-            if not group.priorities or sequence.request.priority >= max(group.priorities):
-                return
+        if not group.priorities:
+            return
+        for sequence in self._life.queue.more_important_than(max(group.priorities)):
             tokens = sequence.waiting_tokens()
             if self._placement.allowed(group, sequence, len(tokens)):
                 self._make_way_for(sequence, tokens, group, draft)
@@ -53,6 +53,8 @@ class Admitter:
     def admit(self, group: Group, draft: PlanDraft) -> None:
         """Admits what fits. Who doesn't is passed by smaller ones during at most `look_past_steps` steps."""
         batch, placement = group.batch, self._placement
+        if not batch.free_slots:
+            return
         planned: Counter[int] = Counter()
         misfits: list[Sequence] = []
         passed: list[Sequence] = []

@@ -19,6 +19,10 @@ class WaitingQueue:
         """In order, as of now: the queue may change meanwhile."""
         return iter(tuple(self._sequences))
 
+    def more_important_than(self, priority: int) -> list[Sequence]:
+        """Those with a smaller priority number, in order."""
+        return self._sequences[: bisect_left(self._sequences, (priority,), key=_rank)]
+
     def add(self, sequence: Sequence) -> None:
         """To its place."""
         insort(self._sequences, sequence, key=_rank)
@@ -30,5 +34,5 @@ class WaitingQueue:
         del self._sequences[at]
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: Sequence) -> tuple[int, ...]:
     return sequence.rank
