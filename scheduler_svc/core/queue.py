@@ -21,7 +21,7 @@ class WaitingQueue:
 
     def more_important_than(self, priority: int) -> list[Sequence]:
         """Those with a smaller priority number, in order."""
-        return self._sequences[: bisect_left(self._sequences, (priority,), key=_rank)]
+        return self._sequences[: bisect_left(self._sequences, (priority, 0), key=_rank)]
 
     def add(self, sequence: Sequence) -> None:
         """To its place."""
@@ -34,5 +34,5 @@ class WaitingQueue:
         del self._sequences[at]
 
 
-def _rank(sequence: Sequence) -> tuple[int, ...]:
+def _rank(sequence: Sequence) -> tuple[int, int]:
     return sequence.rank
