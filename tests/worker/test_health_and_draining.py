@@ -1,0 +1,102 @@
+"""What a worker tells of itself, and how it stops."""
+
+import asyncio
+
+import numpy as np
+from grpc import StatusCode
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from shared.pb import worker_pb2
+from shared.rpc import make_channel
+from shared.wire import description_from_pb
+from tests.worker.worker_harness import (
+    DESCRIPTION,
+    ScriptedGroup,
+    Stream,
+    Worker,
+    run,
+    until_async,
+)
+from worker_svc.config import WorkerConfig
+from worker_svc.progress import Progress
+from worker_svc.serve import SERVICE, WorkerServer
+
+
+def test_draining() -> None:
+    """Results say so, nobody else may open a stream, health tells; the open stream goes on until it is closed."""
+
+    async def test(worker: Worker) -> None:
+        stream = Stream(worker)
+        await stream.send()
+        assert not (await stream.read()).draining
+        drained = asyncio.create_task(worker.server.drain())
+        await until_async(lambda: worker.health("readiness"), "NOT_SERVING")
+        assert await worker.health(SERVICE) == "NOT_SERVING"
+        assert await worker.health("liveness") == "SERVING"
+        for _ in range(2):
+            await stream.send()
+            assert (await stream.read()).draining
+        late = Stream(worker, epoch=2)
+        await late.send()
+        assert (await late.ended())[0] is StatusCode.UNAVAILABLE
+        assert not drained.done()
+        await stream.call.done_writing()
+        await asyncio.wait_for(drained, 5)
+
+    run(test)
+
+
+def test_draining_ends_with_the_grace_period() -> None:
+    async def test(worker: Worker) -> None:
+        stream = Stream(worker)
+        await stream.send()
+        await stream.read()
+        await asyncio.wait_for(worker.server.drain(), 5)
+
+    run(test, drain_timeout=0.3)
+
+
+def test_calls_are_answered_during_a_step_and_a_stuck_one_is_told() -> None:
+    async def test(worker: Worker) -> None:
+        assert await worker.health("readiness") == "SERVING"
+        worker.group.gate.clear()
+        stream = Stream(worker)
+        await stream.send()
+        await until_async(lambda: worker.health("readiness"), "NOT_SERVING")
+        assert await worker.health("liveness") == "SERVING"
+        await worker.stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+        worker.group.gate.set()
+        await stream.read()
+        await until_async(lambda: worker.health("readiness"), "SERVING")
+
+    run(test, step_timeout=0.3)
+
+
+def test_nothing_is_served_before_the_group_is_warm() -> None:
+    async def test() -> None:
+        server = WorkerServer(WorkerConfig("unused", port=0), Progress(np.zeros((1, 2)), 0))
+        channel = make_channel(f"127.0.0.1:{await server.start()}")
+        running = Worker(server, channel, ScriptedGroup(Progress(np.zeros((1, 2)), 0)))
+        assert await running.health("readiness") == await running.health("") == "NOT_SERVING"
+        assert await running.health("liveness") == "SERVING"
+        describe = asyncio.ensure_future(running.stub.Describe(worker_pb2.DescribeRequest()))
+        await asyncio.sleep(0.1)
+        assert not describe.done()
+        await server.answer(running.group, DESCRIPTION)
+        assert description_from_pb(await describe) == DESCRIPTION
+        assert await running.health(SERVICE) == "SERVING"
+        await channel.close()
+        await server.stop()
+
+    asyncio.run(test())
+
+
+def test_reflection_tells_the_services() -> None:
+    async def test(worker: Worker) -> None:
+        stub = reflection_pb2_grpc.ServerReflectionStub(worker.channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await call.read()
+        names = {service.name for service in answer.list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+    run(test)
