@@ -169,9 +169,9 @@ def test_min_tokens_holds_back_what_would_end_it(planner: Planner) -> None:
     """Also when part of the output is replayed: it counts from the prompt's end."""
     prompt = prompt_of(9)
     free = alone(planner, prompt, GREEDY, 6)
-    ending = RowSampling(temperature=0.0, min_tokens=4, suppressed_ids=(free[0], free[1]))
+    ending = RowSampling(temperature=0.0, min_tokens=4, suppressed_ids=(free[0], free[4]))
     held = alone(planner, prompt, ending, 4)
-    assert not {free[0], free[1]} & set(held)
+    assert not {free[0], free[4]} & set(held)
     planner.admit(0, prompt, ending, output=held[:2])
     assert planner.generate(0, 2) == held[2:]
     planner.admit(0, prompt, ending, output=free[:4])
