@@ -1,4 +1,9 @@
-"""The pure scheduler core: no I/O, clock, randomness, logging or protobuf. Its callers need only these names."""
+"""The pure scheduler core: no I/O, clock, randomness, logging or protobuf. Its callers need only these names.
+
+To read it: request (what lives), batch, prefix, blocks and group (what a worker group holds), planner with
+reservation, draft, placement and admission (how a plan comes about), results and quarantine (what comes back),
+lifecycle and scheduler (the verbs), invariants (what is always true).
+"""
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.outputs import Counters, Ended, GroupLoad, Load, StepOutputs

@@ -85,7 +85,6 @@ class Group:
         sequence.table = list(cached.blocks)
         sequence.published, sequence.parent = len(cached.blocks), cached.parent
         sequence.last_chunk_step = 0
-        sequence.passed = 0
         self.prefilling[sequence.slot] = sequence
         self.priorities[sequence.request.priority] += 1
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from scheduler_svc.core.quarantine import MOST_LOSSES
 from shared.errors import RequestFailed
 from shared.types import FinishReason, StepResult
 from tests.core.reference_worker import POISON
@@ -64,8 +63,10 @@ def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has() -> None:
     result = StepResult(result.epoch, result.step_id, result.token_ids, draining=True)
     simulation.sides[0].results.append(result)
     simulation.deliver(0)
+    simulation.lose(1, restart=True)
     simulation.submit(OTHER[:3], max_tokens=3)
     assert simulation.plan(0) and not simulation.sides[0].plans[-1].admitted
+    simulation.open(1)
     assert simulation.plan(1)
     simulation.settle()
 
@@ -115,7 +116,7 @@ def test_a_request_that_kills_workers_ends_alone() -> None:
     simulation = make_simulation(pools=[32], max_num_batched_tokens=32)
     innocents = [simulation.submit(prompt[:3], max_tokens=4) for prompt in (EIGHT, OTHER, EIGHT[1:])]
     killer = simulation.submit(OTHER[2:5], max_tokens=4)
-    beside = [lose_in_flight(simulation, killer) for _ in range(MOST_LOSSES)]
+    beside = [lose_in_flight(simulation, killer) for _ in range(4)]
     assert len(beside[0]) == len(beside[1]) == 4, "two losses hit them all"
     for keys in beside[2:]:
         suspects = [key for key in keys if key in simulation.jobs and not simulation.jobs[key].received]
@@ -126,10 +127,21 @@ def test_a_request_that_kills_workers_ends_alone() -> None:
     assert simulation.core.load().counters.quarantined == 1
 
 
+def test_losses_count_in_the_middle_of_a_prompt_too() -> None:
+    simulation = make_simulation(max_num_batched_tokens=4)
+    key = simulation.submit(EIGHT, max_tokens=2)
+    for _ in range(4):
+        assert key not in simulation.ends
+        simulation.plan(0)
+        simulation.lose(0, restart=True)
+        simulation.open(0)
+    assert isinstance(simulation.ends[key], RequestFailed)
+
+
 def test_losses_with_tokens_between_them_do_not_count_together() -> None:
     simulation = make_simulation(depths=[1])
     key = simulation.submit(EIGHT[:3], max_tokens=10)
-    for _ in range(2 * MOST_LOSSES):
+    for _ in range(8):
         simulation.step()
         simulation.plan(0)
         simulation.lose(0, restart=True)
@@ -141,7 +153,7 @@ def test_losses_with_tokens_between_them_do_not_count_together() -> None:
 def test_losses_that_hit_nothing_in_flight_do_not_count() -> None:
     simulation = make_simulation(max_num_batched_tokens=4)
     key = simulation.submit(EIGHT, max_tokens=2)
-    for _ in range(2 * MOST_LOSSES):
+    for _ in range(8):
         simulation.step()
         simulation.lose(0, restart=True)
         simulation.open(0)

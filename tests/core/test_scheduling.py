@@ -5,7 +5,7 @@ import pytest
 
 from scheduler_svc.core import CoreConfig, Request, Scheduler
 from shared.errors import InvalidRequest, ProtocolError, QueueFull, StartupError, Unavailable
-from shared.types import NO_INTS, FinishReason, StepPlan, StepResult
+from shared.types import FinishReason, StepPlan, StepResult
 from shared.wire import plan_to_pb
 from tests.core.reference_worker import allowed_tokens
 from tests.core.simulation import Simulation, make_simulation
@@ -168,12 +168,27 @@ def test_a_resumed_request_that_is_over_ends_at_once() -> None:
 
 def test_cached_tokens_are_told_once_and_count_the_prompt_alone() -> None:
     simulation = make_simulation()
-    simulation.submit(EIGHT, max_tokens=5)
+    simulation.submit(EIGHT[:5], max_tokens=8)
     simulation.settle()
-    key = simulation.submit(EIGHT[:5], given=4, max_tokens=6)
+    key = simulation.submit(EIGHT[:5], given=5, max_tokens=8)
     job = simulation.jobs[key]
+    simulation.plan(0)
+    assert last_plan(simulation).admitted[0].cached_length == 8
     simulation.settle()
-    assert job.cached == 4
+    assert job.cached == 5
+
+
+def test_blocks_that_the_more_important_lacks_are_not_for_others() -> None:
+    simulation = make_simulation(pools=[32], max_model_length=24, depths=[9])
+    simulation.submit((3,), max_tokens=9, priority=1)
+    simulation.plan(0)
+    simulation.submit((*EIGHT, *OTHER), max_tokens=1)
+    simulation.plan(0)
+    pool = simulation.core._groups[0].pool
+    lent = pool.take(pool.num_free - 1)
+    assert not simulation.plan(0), "both need blocks, three and one, one is free and one could be freed"
+    pool.release(lent)
+    simulation.settle()
 
 
 def test_a_full_queue_refuses_and_changes_nothing() -> None:
@@ -245,8 +260,7 @@ def test_a_plan_stays_under_its_bytes() -> None:
     sizes, alive = [], set(range(200))
     while alive:
         for key in [key for key in alive if key % 2]:
-            sequence = core._life.by_key[key]
-            known = sequence.waiting_length if sequence.group is None else int(ready(core).known[sequence.slot])
+            sequence, known = core._life.by_key[key], known_tokens(core, key)
             if not sequence.has_mask(known):
                 core.mask_ready(key, known - len(sequence.request.prompt), bytes(vocabulary // 8))
         plan = core.schedule(0)
@@ -259,9 +273,10 @@ def test_a_plan_stays_under_its_bytes() -> None:
     assert max(sizes) <= most and max(sizes) > most // 4
 
 
-def ready(core: Scheduler):  # type: ignore[no-untyped-def]
-    """The batch of group 0."""
-    return core._groups[0].batch
+def known_tokens(core: Scheduler, key: int) -> int:
+    """Of a live sequence, on group 0 if it runs."""
+    sequence = core._life.by_key[key]
+    return sequence.waiting_length if sequence.group is None else int(core._groups[0].batch.known[sequence.slot])
 
 
 def test_contradictions_are_refused_at_start() -> None:
@@ -286,5 +301,5 @@ def test_before_the_first_worker_the_models_length_decides() -> None:
     assert core.context_limit == 9
     ended = core.take_outputs().ended
     assert [(one.key, type(one.how)) for one in ended] == [(2, InvalidRequest), (3, InvalidRequest)]
-    assert core.load().queued == 1 and NO_INTS.size == 0
+    assert core.load().queued == 1
     core.check_invariants()
