@@ -64,9 +64,9 @@ def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: P
     from shared.model_config import load_model_config
     from worker_svc.parallel import join
     from worker_svc.runner.build import build_runner
-    from worker_svc.runner.group import beat_in_thread, follow
+    from worker_svc.runner.group import follow
 
-    beat_in_thread(progress.beat)
+    progress.beat_in_thread()
     group = join(rank, config.tensor_parallel, rendezvous)
     follow(build_runner(config, load_model_config(config.folder), group), group, progress)
 

@@ -74,6 +74,11 @@ class TensorParallel:
         except RuntimeError as error:  # how torch.distributed tells a closed connection
             raise RankLost(f"rank 0 is gone ({error})") from None
 
+    def leave(self) -> None:
+        """Ends the connections. Nothing may be called afterwards."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
 
 def join(rank: int, size: int, rendezvous: Path) -> TensorParallel:
     """Waits for all ranks of the group at a file that they share."""
@@ -82,9 +87,3 @@ def join(rank: int, size: int, rendezvous: Path) -> TensorParallel:
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=_FOREVER
         )
     return TensorParallel(rank, size)
-
-
-def leave(group: TensorParallel) -> None:
-    """Ends the group's connections."""
-    if group.size > 1:
-        dist.destroy_process_group()

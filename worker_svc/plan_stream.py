@@ -17,10 +17,13 @@ class PlanStream:
         self._first: worker_pb2.StepPlan | None = None
 
     async def fill(self, messages: AsyncIterator[worker_pb2.StepPlan]) -> None:
-        """Reads until the scheduler closes its side."""
-        async for message in messages:
-            await self._queue.put(message)
-        await self._queue.put(None)
+        """Reads until the scheduler closes its side, or sends what is no message."""
+        try:
+            async for message in messages:
+                await self._queue.put(message)
+            await self._queue.put(None)
+        except Exception as error:
+            await self._queue.put(InvalidRequest("plan", f"can't be read: {error!r}"))
 
     async def next(self) -> worker_pb2.StepPlan | None:
         """The next plan, None at the end. Raises what ended the stream, DeadlineExceeded after silence,

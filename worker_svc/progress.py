@@ -5,6 +5,7 @@ Times are seconds of the monotonic clock, which all processes of a host share.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,16 @@ class Progress:
     def beat(self) -> None:
         """This rank turns."""
         self._cells[self._rank, 0] = time.monotonic()
+
+    def beat_in_thread(self) -> None:
+        """For a rank without an event loop: beats until the process ends."""
+
+        def loop() -> None:
+            while True:
+                self.beat()
+                time.sleep(BEAT_S)
+
+        threading.Thread(target=loop, daemon=True).start()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

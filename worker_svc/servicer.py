@@ -69,6 +69,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 result = await self._step(group, plan)
                 yield result_to_pb(result, plan.instance)
                 plan = await stream.next()
+        except TandemError as error:
+            _log.warning("plan stream ended", problem=str(error))
+            raise
         finally:
             reader.cancel()
             self.lease.release(stream)

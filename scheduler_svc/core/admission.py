@@ -1,6 +1,7 @@
 """Last part of a plan: sequences that leave the queue and take a slot, most important first."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import PlanDraft, admission_bytes, mask_bytes
@@ -29,16 +30,17 @@ class Admitter:
 
         The plan admits nobody then: the next one does.
         """
-        for sequence in self._life.queue:
-            if not group.priorities or sequence.request.priority >= max(group.priorities):
-                return
+        if not group.priorities:
+            return
+        for sequence in self._life.queue.more_important_than(max(group.priorities)):
             tokens = sequence.waiting_tokens()
             if self._placement.allowed(group, sequence, len(tokens)):
                 self._make_way_for(sequence, tokens, group, draft)
                 return
 
     def _make_way_for(self, sequence: Sequence, tokens: IntArray, group: Group, draft: PlanDraft) -> None:
-        fit = self._placement.fit(group, sequence, tokens, draft.tokens_left)
+        taken = len(group.batch.decode_rows().slots) + sum(draft.granted.values())
+        fit = self._placement.fit(group, sequence, tokens, max(1, draft.tokens_left - taken))
         if self._placement.has_room(group, fit) or self._placement.other_takers(group, sequence, tokens):
             return
         lesser = [
@@ -52,35 +54,42 @@ class Admitter:
 
     def admit(self, group: Group, draft: PlanDraft) -> None:
         """Admits what fits. Who doesn't is passed by smaller ones during at most `look_past_steps` steps."""
-        batch, placement = group.batch, self._placement
+        batch = group.batch
+        if not batch.free_slots:
+            return
         planned: Counter[int] = Counter()
         misfits: list[Sequence] = []
         passed: list[Sequence] = []
         for sequence in self._life.queue:
             if not batch.free_slots or not draft.tokens_left or len(misfits) + planned.total() == MOST_LOOKED_AT:
                 break
-            if not placement.allowed(group, sequence, sequence.waiting_length):
+            if not self._placement.allowed(group, sequence, sequence.waiting_length):
                 continue
             tokens = sequence.waiting_tokens()
-            takers = placement.other_takers(group, sequence, tokens)
-            fit = placement.fit(group, sequence, tokens, draft.tokens_left)
-            if placement.has_room(group, fit):
-                takers[group.number] = fit
-            if not takers:
+            fit = self._placement.fit(group, sequence, tokens, draft.tokens_left)
+            chosen = self._choose(group, sequence, tokens, fit, planned)
+            if chosen is None:
                 misfits.append(sequence)
                 if sequence.passed >= self._config.look_past_steps:
                     break
-                continue
-            chosen = placement.choose(takers, planned)
-            if chosen != group.number:
+            elif chosen != group.number:
                 planned[chosen] += 1
-                continue
-            if not draft.claim(admission_bytes(sequence, len(fit.cached.blocks)) + mask_bytes(sequence)):
+            elif draft.claim(admission_bytes(sequence, len(fit.cached.blocks)) + mask_bytes(sequence)):
+                self._admit(group, draft, sequence, tokens, fit)
+                passed = list(misfits)
+            else:
                 break
-            self._admit(group, draft, sequence, tokens, fit)
-            passed = list(misfits)
         for sequence in passed:
             sequence.passed += 1
+
+    def _choose(
+        self, group: Group, sequence: Sequence, tokens: IntArray, fit: Fit, planned: Mapping[int, int]
+    ) -> int | None:
+        """The number of the group that the sequence goes to, None if there is room nowhere."""
+        takers = self._placement.other_takers(group, sequence, tokens)
+        if self._placement.has_room(group, fit):
+            takers[group.number] = fit
+        return self._placement.choose(takers, planned) if takers else None
 
     def _admit(self, group: Group, draft: PlanDraft, sequence: Sequence, tokens: IntArray, fit: Fit) -> None:
         if is_suspect(sequence, len(tokens)):

@@ -43,7 +43,7 @@ class CoreConfig:
             raise StartupError(f"max_plan_bytes must be at least {self._least_plan_bytes()}, not {self.max_plan_bytes}")
 
     def _least_plan_bytes(self) -> int:
-        """Twice what a decode row and a new block for every slot, one mask and one cached sequence take."""
+        """Twice what a row and a new block for every slot, one mask and one cached sequence take."""
         slots, mask, table = (
             24 * self.max_num_seqs,
             self.vocabulary_size // 8,
@@ -53,8 +53,9 @@ class CoreConfig:
 
     @property
     def max_plan_tokens(self) -> int:
-        """Most tokens of one plan. Ids, new blocks and rows of known tokens take at most half of max_plan_bytes.
+        """Most tokens of one plan: their ids and new blocks take at most half of max_plan_bytes.
 
-        A token takes at most 32 bytes, in blocks of one token: its id (4), its row (12), its block (8), zeroed (4).
+        A token takes at most 16 bytes, in blocks of one token: its id (4), its block (8), that block zeroed (4).
         """
+        return min(self.max_num_batched_tokens, self.max_plan_bytes // 32)
         return min(self.max_num_batched_tokens, self.max_plan_bytes // 64)

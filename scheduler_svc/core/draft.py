@@ -15,7 +15,7 @@ ADMISSION_BYTES = 128
 MASK_BYTES = 16
 """At most what a mask takes on the wire beside its bits."""
 ROW_BYTES = 24
-"""A decode row and a new block for it: its pair, and its id again where it is to be zeroed."""
+"""A row and a block that it begins: its pair, and its id again where it is to be zeroed."""
 
 
 @dataclass(frozen=True, slots=True)

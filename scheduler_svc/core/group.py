@@ -115,7 +115,7 @@ class Group:
         The only way into the map, hence also what a sequence does before its blocks are freed.
         """
         batch, slot, size = self.batch, sequence.slot, self._config.block_size
-        count = int(min(batch.known[slot], batch.computed[slot])) // size
+        count = min(batch.known.item(slot), batch.computed.item(slot)) // size
         if count <= sequence.published:
             return
         self._hash(sequence, batch.tokens[slot, : count * size])

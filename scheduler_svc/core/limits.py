@@ -20,12 +20,17 @@ class Limits:
     @property
     def context_limit(self) -> int:
         """Most tokens of a prompt and its output: min(model's, largest pool's); the model's while no pool is known."""
-        capacity = max(self._pools.values(), default=0) * self._config.block_size
-        return min(self._config.max_model_length, capacity) if self._pools else self._config.max_model_length
+        if not self._pools:
+            return self._config.max_model_length
+        return min(self._config.max_model_length, self._capacity(max(self._pools.values())))
 
     def blocks_needed(self, length: int) -> int:
         """Blocks of a sequence of `length` tokens in the end: the last token's K/V is never computed."""
         return -(-(length - 1) // self._config.block_size)
+
+    def _capacity(self, num_blocks: int) -> int:
+        """The longest sequence, prompt and output, that so many blocks hold: the inverse of blocks_needed."""
+        return num_blocks * self._config.block_size + 1
 
     def fits(self, length: int, group: int) -> bool:
         """Whether the group's pool can hold a sequence of `length` tokens, if it is alone."""
@@ -52,7 +57,7 @@ class Limits:
                 "max_tokens",
                 f"{request.max_tokens} after a prompt of {prompt} tokens needs {self.blocks_needed(limit)} K/V blocks "
                 f"of {self._config.block_size} tokens, the largest pool has {most}: "
-                f"at most {most * self._config.block_size + 1 - prompt} fit",
+                f"at most {self._capacity(most) - prompt} fit",
             )
         return limit
 

@@ -65,10 +65,7 @@ class PrefixMap:
         """Enters blocks that continue `parent`, where no equal one is known already; the last one's entry."""
         for block, item in zip(blocks, hashed, strict=True):
             known = self._find(item, parent)
-            if known is None:
-                self._enter(block, item, parent)
-                known = block
-            parent = self._entry[known]
+            parent = self._enter(block, item, parent) if known is None else self._entry[known]
         return parent
 
     def forget(self, block: int) -> None:
@@ -96,7 +93,7 @@ class PrefixMap:
             return None
         return block
 
-    def _enter(self, block: int, item: HashedBlock, parent: Parent) -> None:
+    def _enter(self, block: int, item: HashedBlock, parent: Parent) -> int:
         unreachable = self._block_of.get(item.digest)
         if unreachable is not None:  # its parent's entry is gone, or the digests collide
             self.forget(unreachable)
@@ -104,6 +101,7 @@ class PrefixMap:
         self._block_of[item.digest] = block
         self._digest[block], self._content[block] = item
         self._parent[block], self._entry[block] = parent, self._entries
+        return self._entries
 
     def check(self) -> None:
         """Asserts that blocks and digests map to each other."""

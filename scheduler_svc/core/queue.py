@@ -19,6 +19,10 @@ class WaitingQueue:
         """In order, as of now: the queue may change meanwhile."""
         return iter(tuple(self._sequences))
 
+    def more_important_than(self, priority: int) -> list[Sequence]:
+        """Those with a smaller priority number, in order."""
+        return self._sequences[: bisect_left(self._sequences, (priority, 0), key=_rank)]
+
     def add(self, sequence: Sequence) -> None:
         """To its place."""
         insort(self._sequences, sequence, key=_rank)

@@ -6,7 +6,7 @@ later. Nor does one whose last row is out: it ends soon by itself.
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import PlanDraft, mask_bytes
@@ -15,8 +15,7 @@ from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.request import Sequence, State
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """What a running sequence needs for its next row."""
 
     sequence: Sequence

@@ -1,19 +1,18 @@
 """Applies step results: tokens to their sequences, ends, and failed rows."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler_svc.core.group import Group, PendingPlan
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.request import Sequence
 from shared.errors import ProtocolError, RequestFailed
-from shared.types import FinishReason, StepResult
+from shared.types import FinishReason, IntArray, StepResult
 
 
 def apply_result(group: Group, result: StepResult, life: Lifecycle) -> StepOutputs:
     """The group's oldest plan was executed. Raises ProtocolError, and changes nothing, if the result is not its."""
-    plan, may_stop = _checked(group, result)
+    plan, stops = _checked(group, result)
     batch = group.batch
     group.pending.popleft()
     group.answered = plan.step_id
@@ -23,7 +22,7 @@ def apply_result(group: Group, result: StepResult, life: Lifecycle) -> StepOutpu
     if plan.departures != batch.departures:
         fresh = batch.generations[slots] == plan.generations
         life.counters.stale_rows += len(slots) - int(np.count_nonzero(fresh)) - failed
-        slots, keys, token_ids, may_stop = slots[fresh], keys[fresh], token_ids[fresh], may_stop[fresh]
+        slots, keys, token_ids, stops = slots[fresh], keys[fresh], token_ids[fresh], stops[fresh]
     if not len(slots):
         return life.outbox.take()
     known = batch.known[slots]
@@ -31,13 +30,13 @@ def apply_result(group: Group, result: StepResult, life: Lifecycle) -> StepOutpu
     known += 1
     batch.known[slots] = known
     group.publish_ready()
-    for row in ((known == batch.limit[slots]) | may_stop).nonzero()[0].tolist():
+    for row in np.logical_or(known == batch.limit[slots], stops).nonzero()[0].tolist():
         _end_if_over(batch.at(slots[row]), int(token_ids[row]), int(known[row]), life)
     return life.outbox.take(keys, token_ids)
 
 
-def _checked(group: Group, result: StepResult) -> tuple[PendingPlan, NDArray[np.bool_]]:
-    """The plan, and for each row whether its token ends any running sequence."""
+def _checked(group: Group, result: StepResult) -> tuple[PendingPlan, IntArray]:
+    """The plan, and for each row how many running sequences its token would end."""
     if not group.pending or group.pending[0].step_id != result.step_id:
         expected = group.pending[0].step_id if group.pending else "none"
         raise ProtocolError(f"result of step {result.step_id} out of order: expected {expected}")
@@ -47,12 +46,12 @@ def _checked(group: Group, result: StepResult) -> tuple[PendingPlan, NDArray[np.
             f"result of step {result.step_id} has {len(result.token_ids)} tokens for {len(plan.slots)} sampling rows"
         )
     try:
-        may_stop = group.batch.stop_counts.take(result.token_ids.view(np.uint32)) > 0
+        stops = group.batch.stop_counts.take(result.token_ids.view(np.uint32))  # a negative id is out of range too
     except IndexError:
         raise ProtocolError(f"result of step {result.step_id} has a token outside the vocabulary") from None
-    if ((result.failed_rows < 0) | (result.failed_rows >= len(plan.slots))).any():
+    if not all(0 <= row < len(plan.slots) for row in result.failed_rows.tolist()):
         raise ProtocolError(f"result of step {result.step_id} has failed rows that are not in the plan")
-    return plan, may_stop
+    return plan, stops
 
 
 def _end_if_over(sequence: Sequence, token: int, known: int, life: Lifecycle) -> None:

@@ -38,14 +38,13 @@ def oracle(request: Request, context_limit: int) -> tuple[Tokens, FinishReason]:
     tokens: Tokens = tuple(request.prompt.tolist())
     most = min(request.max_tokens or context_limit, context_limit - len(tokens))
     output: Tokens = ()
-    while True:
+    while len(output) < most:
         mask = allowed_tokens(tokens) if request.constrained else None
         token = next_token(tokens, len(output), request.row_sampling(), mask)
         tokens, output = (*tokens, token), (*output, token)
         if token in request.stop_token_ids and len(output) > request.min_tokens:
             return output, FinishReason.STOP_TOKEN
-        if len(output) == most:
-            return output, FinishReason.LENGTH
+    return output, FinishReason.LENGTH
 
 
 @dataclass
@@ -176,6 +175,13 @@ class Simulation:
         self._send(side, plan)
         return True
 
+    def step(self, group: int = 0, count: int = 1) -> None:
+        """Plans, executes and delivers, without plans ahead."""
+        for _ in range(count):
+            self.plan(group)
+            self.execute(group)
+            self.deliver(group)
+
     def heartbeat(self, group: int) -> None:
         """Sends a plan without rows."""
         side = self.sides[group]
@@ -183,8 +189,10 @@ class Simulation:
             self._send(side, self.core.heartbeat(group))
 
     def _send(self, side: GroupSide, plan: StepPlan) -> None:
-        if sum(count for _, count, _ in plan.rows.tolist()) > self.config.max_num_batched_tokens:
+        if plan.rows[:, 1].sum() > self.config.max_num_batched_tokens:
             raise Violation("more tokens than a plan may have")
+        if not set(plan.grown[:, 0].tolist()) <= set(plan.rows[:, 0].tolist()):
+            raise Violation("blocks without a row")
         self._check_zeroed(side, plan)
         side.plans.append(plan)
         side.unanswered += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shared.types import RowSampling
 from tests.worker.planner import GREEDY, Planner, make_runner
-from worker_svc.parallel import TensorParallel, join, leave
+from worker_svc.parallel import TensorParallel, join
 
 SAMPLINGS = (
     GREEDY,
@@ -35,7 +35,7 @@ def main() -> None:
     rank, size, rendezvous, *models = sys.argv[1:]
     group = join(int(rank), int(size), Path(rendezvous))
     print(json.dumps([outputs(Path(model), group) for model in models]))
-    leave(group)
+    group.leave()
 
 
 if __name__ == "__main__":

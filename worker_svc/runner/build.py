@@ -5,7 +5,7 @@ import torch
 from shared.errors import StartupError
 from shared.model_config import ModelConfig
 from worker_svc.config import WorkerConfig
-from worker_svc.layers.attention import TorchAttention
+from worker_svc.layers.attention import AttentionBackend, TorchAttention
 from worker_svc.layers.kv_cache import KVCache, block_bytes
 from worker_svc.layers.linear import kv_heads_per_rank
 from worker_svc.layers.sampler import Sampler
@@ -15,6 +15,8 @@ from worker_svc.models.qwen3 import Qwen3ForCausalLM
 from worker_svc.parallel import TensorParallel
 from worker_svc.runner.batch import BatchState, Limits
 from worker_svc.runner.runner import ModelRunner
+
+_ATTENTION: dict[str, type[AttentionBackend]] = {"auto": TorchAttention, "torch": TorchAttention}
 
 
 def build_runner(config: WorkerConfig, model_config: ModelConfig, group: TensorParallel) -> ModelRunner:
@@ -34,7 +36,7 @@ def build_runner(config: WorkerConfig, model_config: ModelConfig, group: TensorP
         vocabulary_size=model_config.vocabulary_size,
     )
     sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
-    return ModelRunner(model, cache, BatchState(limits), TorchAttention(), sampler)
+    return ModelRunner(model, cache, BatchState(limits), _ATTENTION[config.attention](), sampler)
 
 
 def _empty_model(config: ModelConfig, context: int, dtype: torch.dtype, group: TensorParallel) -> Qwen3ForCausalLM:

@@ -4,9 +4,7 @@ All ranks run the same commands in the same order, so that their batch states ca
 refused by all of them; any other error of one rank leaves the others in a collective, and the launcher ends them.
 """
 
-import threading
 import time
-from collections.abc import Callable
 
 import structlog
 
@@ -16,7 +14,7 @@ from shared.types import StepPlan, StepResult
 from shared.wire import plan_from_pb
 from worker_svc.layers.sampler import to_host
 from worker_svc.parallel import TensorParallel
-from worker_svc.progress import BEAT_S, Progress
+from worker_svc.progress import Progress
 from worker_svc.runner.runner import ModelRunner
 
 _log = structlog.get_logger(__name__)
@@ -50,18 +48,20 @@ class GroupRunner:
         return StepResult(plan.epoch, plan.step_id, token_ids, failed_rows, step_time_us=int(elapsed * 1e6))
 
     def close(self) -> None:
-        """The other ranks end."""
+        """Ends the other ranks and the connections to them."""
         self._group.send_bytes(_QUIT)
+        self._group.leave()
 
 
 def follow(runner: ModelRunner, group: TensorParallel, progress: Progress) -> None:
-    """Runs what rank 0 passes on until it says to end."""
+    """Runs what rank 0 passes on until it says to end. Raises RankLost where it ends without a word."""
     while (command := group.receive_bytes()) != _QUIT:
         with progress.step():
             if command == _OPEN:
                 runner.open_epoch()
             else:
                 _follow_step(runner, command[len(_STEP) :])
+    group.leave()
 
 
 def _follow_step(runner: ModelRunner, data: bytes) -> None:
@@ -77,14 +77,3 @@ def parse_plan(message: worker_pb2.StepPlan) -> StepPlan:
         return plan_from_pb(message)
     except ValueError as error:
         raise InvalidRequest("plan", str(error)) from None
-
-
-def beat_in_thread(beat: Callable[[], None]) -> None:
-    """For a rank without an event loop: beats until the process ends."""
-
-    def loop() -> None:
-        while True:
-            beat()
-            time.sleep(BEAT_S)
-
-    threading.Thread(target=loop, daemon=True).start()

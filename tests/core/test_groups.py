@@ -1,0 +1,175 @@
+"""Several worker groups, their losses, quarantine, and rows that fail."""
+
+import pytest
+
+from scheduler_svc.core.quarantine import MOST_LOSSES
+from shared.errors import RequestFailed
+from shared.types import FinishReason, StepResult
+from tests.core.reference_worker import POISON
+from tests.core.simulation import Simulation, make_simulation
+
+EIGHT = (1, 2, 3, 1, 2, 3, 1, 1)
+OTHER = (2, 2, 1, 3, 1, 2, 3, 3)
+
+
+def running(simulation: Simulation) -> list[int]:
+    """Sequences running in each group."""
+    return [group.running for group in simulation.core.load().groups]
+
+
+def test_the_least_loaded_group_takes_what_no_cache_knows() -> None:
+    simulation = make_simulation(pools=[16, 16])
+    for first in range(1, 5):
+        simulation.submit((first, 2, 3), max_tokens=9)
+    simulation.plan(0)
+    simulation.plan(1)
+    assert running(simulation) == [2, 2]
+    simulation.settle()
+
+
+def test_a_cached_prefix_attracts_until_its_group_is_much_busier() -> None:
+    simulation = make_simulation(pools=[32, 32], max_num_seqs=8)
+    simulation.submit(EIGHT, max_tokens=1)
+    simulation.plan(0)
+    simulation.settle()
+    for seed in range(3):
+        simulation.submit(EIGHT, max_tokens=9, seed=seed)
+    assert not simulation.plan(1)
+    simulation.plan(0)
+    assert running(simulation) == [3, 0], "a quarter of the slots more"
+    simulation.submit(EIGHT, max_tokens=9)
+    simulation.plan(1)
+    assert running(simulation) == [3, 1]
+    simulation.settle()
+
+
+def test_a_request_goes_only_where_it_fits() -> None:
+    simulation = make_simulation(pools=[4, 16])
+    assert simulation.core.context_limit == 24
+    key = simulation.submit(EIGHT, max_tokens=8)
+    assert not simulation.plan(0)
+    assert simulation.plan(1)
+    simulation.lose(1, restart=True)
+    assert not simulation.plan(0)
+    simulation.settle()
+    assert simulation.ends[key] is FinishReason.LENGTH
+
+
+def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has() -> None:
+    simulation = make_simulation(pools=[16, 16])
+    simulation.submit(EIGHT[:3], max_tokens=3)
+    simulation.plan(0)
+    simulation.execute(0)
+    result = simulation.sides[0].results.pop()
+    result = StepResult(result.epoch, result.step_id, result.token_ids, draining=True)
+    simulation.sides[0].results.append(result)
+    simulation.deliver(0)
+    simulation.submit(OTHER[:3], max_tokens=3)
+    assert simulation.plan(0) and not simulation.sides[0].plans[-1].admitted
+    assert simulation.plan(1)
+    simulation.settle()
+
+
+def test_epochs_only_rise_and_late_results_are_ignored() -> None:
+    simulation = make_simulation(pools=[16, 16])
+    epochs = [group.epoch for group in simulation.core._groups.values()]
+    simulation.submit(EIGHT[:3], max_tokens=3)
+    simulation.plan(0)
+    simulation.execute(0)
+    simulation.lose(0, restart=True)
+    simulation.deliver_late()
+    epochs += [simulation.core.worker_ready(0, 16), simulation.core.worker_ready(0, 16)]
+    assert sorted(set(epochs)) == epochs
+    simulation.settle()
+
+
+def test_the_sequences_of_a_lost_worker_go_on_elsewhere_ahead_of_later_ones() -> None:
+    simulation = make_simulation(pools=[16, 16], max_num_seqs=2)
+    keys = [simulation.submit(prompt, max_tokens=6) for prompt in (EIGHT, OTHER)]
+    for group in (0, 1):
+        simulation.step(group, count=3)
+    later = simulation.submit((3, 3), max_tokens=1)
+    simulation.lose(0, restart=True)
+    assert [sequence.request.key for sequence in simulation.core._life.queue] == [keys[0], later]
+    while simulation.jobs:
+        simulation.step(1)
+    assert all(how is FinishReason.LENGTH for how in simulation.ends.values())
+    assert simulation.core.load().counters.requeued == 1
+
+
+def lose_in_flight(simulation: Simulation, killer: int) -> list[int]:
+    """Steps until a plan with a row of `killer` is out, then the worker dies. The keys that were beside it."""
+    while True:
+        simulation.plan(0)
+        sequence = simulation.core._life.by_key[killer]
+        if sequence.group is not None and simulation.core._groups[0].in_flight(sequence):
+            beside = [other.request.key for other in simulation.core._groups[0].batch.running()]
+            simulation.lose(0, restart=True)
+            simulation.open(0)
+            return beside
+        simulation.execute(0)
+        simulation.deliver(0)
+
+
+def test_a_request_that_kills_workers_ends_alone() -> None:
+    simulation = make_simulation(pools=[32], max_num_batched_tokens=32)
+    innocents = [simulation.submit(prompt[:3], max_tokens=4) for prompt in (EIGHT, OTHER, EIGHT[1:])]
+    killer = simulation.submit(OTHER[2:5], max_tokens=4)
+    beside = [lose_in_flight(simulation, killer) for _ in range(MOST_LOSSES)]
+    assert len(beside[0]) == len(beside[1]) == 4, "two losses hit them all"
+    for keys in beside[2:]:
+        suspects = [key for key in keys if key in simulation.jobs and not simulation.jobs[key].received]
+        assert not suspects, "a suspect has no other suspect beside it"
+    assert isinstance(simulation.ends[killer], RequestFailed)
+    simulation.settle()
+    assert all(simulation.ends[key] is FinishReason.LENGTH for key in innocents)
+    assert simulation.core.load().counters.quarantined == 1
+
+
+def test_losses_with_tokens_between_them_do_not_count_together() -> None:
+    simulation = make_simulation(depths=[1])
+    key = simulation.submit(EIGHT[:3], max_tokens=10)
+    for _ in range(2 * MOST_LOSSES):
+        simulation.step()
+        simulation.plan(0)
+        simulation.lose(0, restart=True)
+        simulation.open(0)
+    simulation.settle()
+    assert simulation.ends[key] is FinishReason.LENGTH
+
+
+def test_losses_that_hit_nothing_in_flight_do_not_count() -> None:
+    simulation = make_simulation(max_num_batched_tokens=4)
+    key = simulation.submit(EIGHT, max_tokens=2)
+    for _ in range(2 * MOST_LOSSES):
+        simulation.step()
+        simulation.lose(0, restart=True)
+        simulation.open(0)
+    simulation.settle()
+    assert simulation.ends[key] is FinishReason.LENGTH
+
+
+def test_a_request_without_finite_logits_ends_alone_and_its_blocks_are_zeroed() -> None:
+    simulation = make_simulation(pools=[10], max_num_batched_tokens=16)
+    poisoned = simulation.submit((1, 2, 3, POISON, 2, 2), max_tokens=3)
+    sharing = simulation.submit((1, 2, 3, 2, 2, 2), max_tokens=3)
+    simulation.step()
+    assert isinstance(simulation.ends[poisoned], RequestFailed)
+    assert simulation.sides[0].tainted
+    simulation.settle()
+    assert simulation.ends[sharing] is FinishReason.LENGTH
+    for prompt in (EIGHT, OTHER, (3, *EIGHT), (3, *OTHER)):
+        simulation.submit(prompt, max_tokens=2)
+    simulation.settle()
+    assert not simulation.sides[0].tainted, "all of them were handed out again, zeroed"
+
+
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_who_shared_blocks_with_a_failed_request_is_computed_again(chunk: int) -> None:
+    simulation = make_simulation(pools=[24], max_num_batched_tokens=chunk, depths=[3])
+    keys = [simulation.submit(EIGHT, max_tokens=3, seed=seed) for seed in range(3)]
+    simulation.sides[0].broken_row = 0
+    simulation.settle()
+    failed = [key for key in keys if isinstance(simulation.ends[key], RequestFailed)]
+    assert len(failed) == 1
+    assert simulation.core.load().counters.failed_rows == 1
