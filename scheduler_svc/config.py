@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.errors import StartupError
+from shared.settings import check_bounds
+from shared.types import DEPTH_LIMIT
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Settings of one scheduler: its frontends and its core."""
+    """Settings of one scheduler: its frontends and its core. Raises StartupError for a value out of range."""
 
     model: Path
     """Model folder: configuration, tokenizer and chat template. The weights are the workers' matter."""
@@ -29,10 +33,26 @@ class SchedulerConfig:
     depth: int | None = None
     """Plans of one group without a result, 1 to 4; None picks 2 to 4 from the measured round trip and step time."""
     step_timeout: float = 10.0
-    """Seconds without a result, with a plan out, after which a worker group counts as lost."""
+    """Seconds without a result, with a plan out, after which a worker group counts as lost; at least 1, because an
+    idle group is asked twice a second."""
     worker_loss_timeout: float = 60.0
     """Seconds without any worker group after which waiting requests end UNAVAILABLE."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
     generation_config: bool = True
     """Whether the model's generation_config.json answers where a request is silent about sampling."""
+
+    def __post_init__(self) -> None:
+        """Every value on its own; what depends on the workers is checked when they are known."""
+        check_bounds(self, ("port",), 1, 65535)
+        check_bounds(self, ("frontends", "max_num_seqs", "max_num_batched_tokens", "max_queue"), 1)
+        check_bounds(self, ("depth",), 1, DEPTH_LIMIT)
+        check_bounds(self, ("step_timeout",), 1)
+        check_bounds(self, ("worker_loss_timeout", "drain_timeout"), 0)
+        if not self.workers:
+            raise StartupError("--workers: at least one host:port is needed")
+        for endpoint in self.workers:
+            if not endpoint.rpartition(":")[2].isdigit():
+                raise StartupError(f"--workers {endpoint}: host:port is needed")
+            if self.workers.count(endpoint) > 1:
+                raise StartupError(f"--workers {endpoint}: given twice; each worker group has its own")

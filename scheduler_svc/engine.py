@@ -38,11 +38,20 @@ class Engine:
         self._early: dict[int, Request] = {}
         """Requests that came before the first worker, by key."""
         self._without_worker_since: float | None = None
+        self._progressed = time.monotonic()
+        """When a step was planned or gave tokens, or nothing was there to do."""
+        self._broken: asyncio.Future[None] | None = None
 
     async def run(self, socket_path: str) -> None:
-        """Serves until cancelled. Raises StartupError where a worker serves another model."""
+        """Serves until cancelled. Raises StartupError where a worker serves another model, and what `broke` tells."""
+        self._broken = asyncio.get_running_loop().create_future()
         async with await self._frontends.serve(socket_path):
-            await asyncio.gather(self._tell_state(), *(link.run() for link in self._links))
+            await asyncio.gather(self._broken, self._tell_state(), *(link.run() for link in self._links))
+
+    def broke(self, error: Exception) -> None:
+        """A bug: the state can't be trusted. The process ends; its successor gets every request again."""
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     @property
     def held(self) -> int:
@@ -57,7 +66,8 @@ class Engine:
 
     def state(self) -> core_pb2.CoreState:
         """What frontends need to know."""
-        state = core_pb2.CoreState(active=any(link.is_connected for link in self._links), progressing=True)
+        state = core_pb2.CoreState(active=any(link.is_connected for link in self._links))
+        state.progressing = not self.held or time.monotonic() - self._progressed < self._config.step_timeout
         if self._core is None or self._served is None:
             return state
         load = self._core.load()
@@ -89,14 +99,18 @@ class Engine:
         self._settle()
 
     def _submit_early(self, core: Scheduler) -> None:
-        for request in self._early.values():
+        for key, request in list(self._early.items()):
             try:
                 core.submit(request)
             except TandemError as error:
-                self._forget(request.key)
-                self._frontends.end(request.key, error)
+                self._end_early(key, error)
         self._early.clear()
         self._settle()
+
+    def _end_early(self, key: int, error: TandemError) -> None:
+        del self._early[key]
+        self._forget(key)
+        self._frontends.end(key, error)
 
     def _settle(self) -> None:
         """What submit and worker_ready bring about beyond their answer: ends of sequences, rows to plan."""
@@ -134,6 +148,8 @@ class Engine:
     async def _tell_state(self) -> None:
         while True:
             await asyncio.sleep(STATE_INTERVAL_S)
+            if not self.held:
+                self._progressed = time.monotonic()
             self._frontends.broadcast(self.state())
             self._end_without_worker()
 
@@ -208,6 +224,8 @@ class Engine:
     def result(self, group: int, result: StepResult) -> None:
         """Plans the next step before the tokens are packed for the frontends: the worker must not wait."""
         outputs = self._running_core.update(group, result)
+        if len(outputs.keys):
+            self._progressed = time.monotonic()
         self._plan(group)
         self._deliver(outputs)
         if result.draining and not self._running_core.load().groups[group].running:
@@ -220,15 +238,18 @@ class Engine:
         self._wake_all()
 
     def _end_without_worker(self) -> None:
-        """After the worker loss timeout, whoever waits is told."""
+        """After the worker loss timeout, whoever waits is told; also where none has come yet."""
         now = time.monotonic()
-        if any(link.is_connected for link in self._links) or self._core is None:
+        if any(link.is_connected for link in self._links):
             self._without_worker_since = None
         elif self._without_worker_since is None:
             self._without_worker_since = now
         elif now - self._without_worker_since > self._config.worker_loss_timeout:
-            reason = f"no worker for {self._config.worker_loss_timeout:g} s: try again later"
-            self._deliver(self._core.end_all(Unavailable(reason)))
+            error = Unavailable(f"no worker for {self._config.worker_loss_timeout:g} s: try again later")
+            for key in list(self._early):
+                self._end_early(key, error)
+            if self._core is not None:
+                self._deliver(self._core.end_all(error))
 
     # Planning.
 
@@ -240,7 +261,14 @@ class Engine:
         """Plans once after this turn of the loop, however many events it brought."""
         if group not in self._due:
             self._due.add(group)
-            asyncio.get_running_loop().call_soon(self._plan, group)
+            asyncio.get_running_loop().call_soon(self._plan_woken, group)
+
+    def _plan_woken(self, group: int) -> None:
+        """The loop would log an exception of a callback and go on, without ever planning again."""
+        try:
+            self._plan(group)
+        except Exception as error:
+            self.broke(error)
 
     def _plan(self, group: int) -> None:
         self._due.discard(group)
@@ -250,6 +278,7 @@ class Engine:
             plan = self._running_core.schedule(group)
             if plan is None:
                 return
+            self._progressed = time.monotonic()
             link.send(plan)
 
     def _deliver(self, outputs: StepOutputs) -> None:

@@ -12,7 +12,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from scheduler_svc.core import Ended, Request, StepOutputs
-from shared.errors import ProtocolError, QueueFull, TandemError
+from shared.errors import ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
 from shared.rpc import STATUS_CODES
@@ -46,6 +46,9 @@ class FrontendListener(Protocol):
     def left(self, peer: int) -> None:
         """A frontend is gone, with all its sequences."""
 
+    def broke(self, error: Exception) -> None:
+        """One of the above failed by a bug."""
+
 
 class FrontendLinks:
     """The connections of all frontends."""
@@ -63,12 +66,14 @@ class FrontendLinks:
         self._accepted += 1
         peer = self._accepted
         self._writers[peer] = writer
-        self._send(peer, core_pb2.CoreMessage(state=self._listener.state()))
         try:
+            self._send(peer, core_pb2.CoreMessage(state=self._listener.state()))
             while (payload := await read_message(reader)) is not None:
                 self._handle(peer, core_pb2.FrontendMessage.FromString(payload))
         except (OSError, DecodeError, ProtocolError) as error:
             _log.warning("frontend disconnected", reason=str(error))
+        except Exception as error:
+            self._listener.broke(error)
         finally:
             self._writers.pop(peer, None)
             writer.close()
@@ -77,11 +82,7 @@ class FrontendLinks:
     def _handle(self, peer: int, message: core_pb2.FrontendMessage) -> None:
         match message.WhichOneof("kind"):
             case "submit":
-                try:
-                    self._listener.submit(_request(peer, message.submit))
-                except TandemError as error:
-                    ended = core_pb2.Ended(handle=message.submit.handle, failure=failure(error))
-                    self._send(peer, core_pb2.CoreMessage(tokens=core_pb2.TokenBatch(ended=[ended])))
+                self._submit(_key(peer, message.submit.handle), message.submit)
             case "cancel":
                 self._listener.cancel(_key(peer, message.cancel.handle))
             case "abort_by_id":
@@ -92,6 +93,16 @@ class FrontendLinks:
             case "mask_ready":
                 mask = message.mask_ready
                 self._listener.mask_ready(_key(peer, mask.handle), mask.position, mask.allowed)
+
+    def _submit(self, key: int, submit: core_pb2.Submit) -> None:
+        try:
+            self._listener.submit(_request(key, submit))
+        except TandemError as error:
+            self.end(key, error)
+        except Exception as error:  # fails alone: were the core to end, its successor would get the same request
+            _log.exception("a submit failed by a bug", request_id=submit.request_id, exc_info=error)
+            self._listener.cancel(key)
+            self.end(key, RequestFailed("internal error; the scheduler's log has the details"))
 
     def broadcast(self, state: core_pb2.CoreState) -> None:
         """Tells every frontend the core's state."""
@@ -140,10 +151,10 @@ def peer_of(key: int) -> int:
     return key >> HANDLE_BITS
 
 
-def _request(peer: int, submit: core_pb2.Submit) -> Request:
+def _request(key: int, submit: core_pb2.Submit) -> Request:
     sampling = submit.sampling
     return Request(
-        key=_key(peer, submit.handle),
+        key=key,
         request_id=submit.request_id,
         sample_index=submit.sample_index,
         prompt=unpack(submit.prompt),

@@ -13,7 +13,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.watchdog import watch_core, watch_frontend
 from shared.model_config import load_model_config
-from shared.ports import find_free, require_free
+from shared.ports import address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
 from shared.settings import to_json
@@ -34,7 +34,7 @@ async def run(config: SchedulerConfig) -> int:
         for number, frontend in enumerate(frontends):
             family.start(f"frontend-{number}", "scheduler_svc.frontend.main", ["--config", to_json(frontend)])
         watching = [asyncio.create_task(dog) for dog in _watchdogs(config, family, socket_path, frontends)]
-        announcement = f"tandem scheduler ready on {config.host}:{config.port} (model {name})"
+        announcement = f"tandem scheduler ready on {address(config.host, config.port)} (model {name})"
         failed = await family.run(stopped, _until_ready(frontends), announcement)
         for dog in watching:
             dog.cancel()
@@ -48,7 +48,7 @@ def _watchdogs(
 ) -> Iterator[Coroutine[None, None, None]]:
     yield watch_core(socket_path, config.step_timeout, partial(_kill, family, "core"))
     for number, frontend in enumerate(frontends):
-        endpoint = f"{frontend.host}:{frontend.own_port}"
+        endpoint = address(frontend.host, frontend.own_port)
         yield watch_frontend(endpoint, config.step_timeout, partial(_kill, family, f"frontend-{number}"))
 
 
@@ -72,4 +72,4 @@ def _frontend(config: SchedulerConfig, socket_path: str) -> FrontendConfig:
 
 async def _until_ready(frontends: Iterable[FrontendConfig]) -> None:
     for frontend in frontends:
-        await until_serving(f"{frontend.host}:{frontend.own_port}", "readiness")
+        await until_serving(address(frontend.host, frontend.own_port), "readiness")

@@ -64,6 +64,8 @@ class WorkerLink:
         self._step_timeout = step_timeout
         self._plans: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
         self._last_sent = 0.0
+        self._reported = ""
+        """Why there is no worker, as last logged."""
         self._round_trip_s = 0.0
         self._step_s = 0.0
 
@@ -91,7 +93,6 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Serves the group until cancelled. Raises StartupError where the group can't serve this model at all."""
-        reported = ""
         while True:
             channel = make_channel(self.endpoint)
             try:
@@ -100,11 +101,10 @@ class WorkerLink:
                 raise
             except (aio.AioRpcError, TimeoutError, ValueError, ProtocolError) as error:
                 reason = _reason(error)
-                if self.is_connected or reason != reported:
+                if reason != self._reported:
                     _log.warning("no worker", endpoint=self.endpoint, reason=reason)
-                reported = reason
+                self._reported = reason
             finally:
-                self.is_connected = False
                 await channel.close()
             await asyncio.sleep(REDIAL_S)
 
@@ -130,10 +130,13 @@ class WorkerLink:
             yield plan
 
     async def _beat(self) -> None:
-        """Liveness is by message: a blocked peer still answers HTTP/2 pings."""
+        """Liveness is by message: a blocked peer still answers HTTP/2 pings.
+
+        None while a plan is out, as during a long step: its result is the answer that is waited for.
+        """
         while True:
             await asyncio.sleep(HEARTBEAT_S / 2)
-            if time.monotonic() - self._last_sent >= HEARTBEAT_S:
+            if not self.outstanding and time.monotonic() - self._last_sent >= HEARTBEAT_S:
                 self.send(self._listener.heartbeat(self.group))
 
     async def _receive(self, call: "aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]") -> None:
@@ -148,6 +151,7 @@ class WorkerLink:
             self._measure(message)
             if not self.is_connected:
                 self.is_connected = True
+                self._reported = ""
                 _log.info("worker connected", endpoint=self.endpoint)
                 self._listener.connected(self.group)
             self._listener.result(self.group, result_from_pb(message))
@@ -158,9 +162,9 @@ class WorkerLink:
             return  # the core refuses what is out of order
         _, sent, alone = self.outstanding.popleft()
         step_s = message.step_time_us / 1e6
-        if alone:
+        if alone and message.step_id > 1:  # the first one also waits for the stream and the epoch to open
             round_trip_s = max(0.0, time.monotonic() - sent - step_s)
-            self._round_trip_s += SMOOTHING * (round_trip_s - self._round_trip_s)
+            self._round_trip_s += (SMOOTHING if self._round_trip_s else 1.0) * (round_trip_s - self._round_trip_s)
         if message.token_ids:
             self._step_s += (SMOOTHING if self._step_s else 1.0) * (step_s - self._step_s)
 

@@ -1,8 +1,14 @@
-"""Ports of this machine, before a server binds them."""
+"""Addresses of this machine, before a server binds them."""
 
+import errno
 import socket
 
 from shared.errors import StartupError
+
+
+def address(host: str, port: int) -> str:
+    """host:port as gRPC reads it: an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_free(host: str, port: int) -> None:
@@ -13,7 +19,9 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
             probe.listen(1)
         except OSError as error:
-            raise StartupError(f"can't listen on {host}:{port} ({error.strerror}): choose another --port") from None
+            flag = "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
+            where = address(host, port)
+            raise StartupError(f"can't listen on {where} ({error.strerror}): choose another {flag}") from None
 
 
 def find_free(host: str) -> int:

@@ -18,6 +18,8 @@ STARTUP_FAILED = 3
 SHORTEST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 """Between the end of a child and its next start; doubled while it keeps ending sooner than this."""
+HURRY_S = 2.0
+"""For children that are told to stop a second time."""
 
 _log = structlog.get_logger(__name__)
 
@@ -108,7 +110,6 @@ class Supervisor:
     def __init__(self) -> None:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._failed = asyncio.Event()
         self._is_ready = False
 
     def start(self, name: str, module: str, arguments: Sequence[str], *, quiet: bool = False) -> None:
@@ -122,7 +123,6 @@ class Supervisor:
             child = self.children[name] = spawn(module, arguments, quiet=quiet)
             status = await exited(child)
             if status == STARTUP_FAILED and not self._is_ready:
-                self._failed.set()
                 return
             if time.monotonic() - started > LONGEST_PAUSE_S:
                 pause_s = SHORTEST_PAUSE_S
@@ -136,13 +136,19 @@ class Supervisor:
         Prints the announcement when `ready` returns.
         """
         announcing = asyncio.create_task(self._announce(ready, announcement))
-        ends = [asyncio.create_task(event.wait()) for event in (stopped, self._failed)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        announcing.cancel()
-        for end in ends:
-            end.cancel()
+        stopping, failing = asyncio.create_task(stopped.wait()), asyncio.create_task(self.failed())
+        await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)
+        for task in (announcing, stopping, failing):
+            task.cancel()
         stopped.clear()
-        return self._failed.is_set()
+        return failing.done() and failing.result()
+
+    async def failed(self) -> bool:
+        """Waits until a child can't start; True. Raises what kept one from being started again."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        return True
 
     async def _announce(self, ready: Coroutine[None, None, None], announcement: str) -> None:
         await ready
@@ -150,7 +156,7 @@ class Supervisor:
         print(announcement, flush=True)
 
     async def stop(self, names: Iterable[str], grace_s: float, hurry: asyncio.Event) -> None:
-        """Stops these children for good: politely, then surely, at once when `hurry` is set."""
+        """Stops these children for good: politely, then surely; when `hurry` is set they are told a second time."""
         for task in self._tasks:
             task.cancel()
         children = [self.children[name] for name in names if name in self.children]
@@ -159,4 +165,4 @@ class Supervisor:
         await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         hurrying.cancel()
-        kill(children)
+        await stop(children, HURRY_S)  # not SIGKILL at once: they have children and files of their own

@@ -1,9 +1,13 @@
-"""Settings dataclasses as JSON: how a parent process hands its configuration to its children."""
+"""Settings dataclasses: as JSON, for a parent process that hands them to its children, and checks of their values."""
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
+
+from shared.errors import StartupError
 
 T = TypeVar("T")
 
@@ -24,3 +28,12 @@ def from_json(kind: type[T], text: str) -> T:
         elif value is not None and hints[field.name] in (Path, Path | None):
             values[field.name] = Path(value)
     return kind(**values)
+
+
+def check_bounds(settings: Any, names: Iterable[str], least: float, most: float = math.inf) -> None:
+    """Raises StartupError, naming flag and bound, for a value of these fields out of range; None is in range."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not least <= value <= most:
+            bounds = f"at least {least:g}" if most == math.inf else f"{least:g} to {most:g}"
+            raise StartupError(f"--{name.replace('_', '-')} {value}: {bounds} is needed")

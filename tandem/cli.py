@@ -1,6 +1,6 @@
 """The command `tandem`: parses, wires, and turns errors into one line. The work is elsewhere.
 
-Imports no torch: the worker's code is imported by `tandem worker` alone.
+Imports no torch: only the ranks of a worker do.
 """
 
 import asyncio
@@ -13,12 +13,15 @@ import typer
 from scheduler_svc import main as scheduler_main
 from scheduler_svc.config import SchedulerConfig
 from shared.errors import StartupError, TandemError
+from shared.model_config import load_model_config
 from shared.process import STARTUP_FAILED, die_with_parent
 from shared.telemetry import configure_logging
 from tandem import serve as serving
 from tandem import talk
+from tandem.client import DEFAULT_ENDPOINT
 from tandem.models import model_folder
 from tandem.options import parameters, settings_from, with_parameters
+from worker_svc import main as worker_main
 from worker_svc.config import WorkerConfig
 
 app = typer.Typer(
@@ -33,8 +36,6 @@ MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; u
 Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token; unset: the model's default.")]
 Seed = Annotated[int | None, typer.Option(help="Repeats an earlier output.")]
 
-DEFAULT_ENDPOINT = "127.0.0.1:50051"
-
 
 def _serve(model: Model = "tiny", **options: Any) -> None:
     """Serves a model on this machine: a scheduler and its workers, each restarted when it dies.
@@ -42,22 +43,29 @@ def _serve(model: Model = "tiny", **options: Any) -> None:
     Prints one line when ready. Ctrl-C stops all of it; a second Ctrl-C does not wait for running streams.
     """
     configure_logging("serve")
-    model_folder(model)
-    own = {name: options.pop(name) for name in [field.name for field in fields(serving.ServeConfig)]}
-    config = serving.ServeConfig(**own)
-    raise typer.Exit(
-        asyncio.run(serving.run(config, model, _arguments(options, SchedulerConfig), _arguments(options, WorkerConfig)))
-    )
+    folder = model_folder(model)
+    config = serving.ServeConfig(**{field.name: options.pop(field.name) for field in fields(serving.ServeConfig)})
+    scheduler, worker = _given(options, SchedulerConfig), _given(options, WorkerConfig)
+    # What is wrong is told once, before a process is started that would tell it too.
+    load_model_config(folder)
+    SchedulerConfig(model=folder, workers=(DEFAULT_ENDPOINT,), **scheduler)
+    WorkerConfig(model=str(folder), **worker)
+    raise typer.Exit(asyncio.run(serving.run(config, model, _arguments(scheduler), _arguments(worker))))
 
 
-def _arguments(options: dict[str, Any], settings: type[Any]) -> list[str]:
-    """Options that were given, as arguments of the command whose settings know them."""
+def _given(options: dict[str, Any], settings: type[Any]) -> dict[str, Any]:
+    """The options that were given and that the settings know."""
+    return {field.name: options[field.name] for field in fields(settings) if options.get(field.name) is not None}
+
+
+def _arguments(given: dict[str, Any]) -> list[str]:
+    """The same as words of a command line."""
     words = []
-    for name in (field.name for field in fields(settings)):
-        value, flag = options.get(name), name.replace("_", "-")
+    for name, value in given.items():
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
+        else:
             words += [f"--{flag}", str(value)]
     return words
 
@@ -74,10 +82,6 @@ def _worker(**options: Any) -> None:
     configure_logging("worker")
     options["model"] = str(model_folder(options["model"]))
     config = settings_from(WorkerConfig, options)
-    try:
-        from worker_svc import main as worker_main
-    except ModuleNotFoundError as error:
-        raise StartupError(f"a worker needs {error.name}: pip install 'tandem-serve[worker]'") from None
     raise typer.Exit(worker_main.run(config))
 
 

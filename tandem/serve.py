@@ -7,10 +7,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.ports import find_free, require_free
+from shared.ports import address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
+from shared.settings import check_bounds
 
+LOOPBACK = "127.0.0.1"
 WORKER_GRACE_S = 5.0
 
 
@@ -21,11 +23,17 @@ class ServeConfig:
     workers: int = 1
     """Worker groups."""
     host: str = "127.0.0.1"
-    """Address of the public port; workers listen on it too."""
+    """Address of the public port. Workers listen on 127.0.0.1: only the scheduler may reach them."""
     port: int = 50051
     """Port that clients reach."""
     drain_timeout: float = 10.0
     """Seconds that running streams have to finish after Ctrl-C or SIGTERM."""
+
+    def __post_init__(self) -> None:
+        """Raises StartupError for a value out of range."""
+        check_bounds(self, ("workers",), 1)
+        check_bounds(self, ("port",), 1, 65535)
+        check_bounds(self, ("drain_timeout",), 0)
 
 
 class Service:
@@ -42,19 +50,21 @@ class Service:
         require_free(config.host, config.port)
         self.config = config
         self.family = Supervisor()
-        self._endpoints = [f"{config.host}:{find_free(config.host)}" for _ in range(config.workers)]
-        for number, endpoint in enumerate(self._endpoints):
-            address = _address(model, endpoint, WORKER_GRACE_S - 1.0)
-            self.family.start(f"worker-{number}", "tandem", ["worker", *address, *worker_arguments], quiet=True)
-        address = _address(model, f"{config.host}:{config.port}", config.drain_timeout)
-        arguments = ["scheduler", *address, "--workers", ",".join(self._endpoints), *scheduler_arguments]
+        self.endpoint = address(config.host, config.port)
+        ports = [find_free(LOOPBACK) for _ in range(config.workers)]
+        self._workers = [address(LOOPBACK, port) for port in ports]
+        for number, port in enumerate(ports):
+            own = _common(model, LOOPBACK, port, WORKER_GRACE_S - 1.0)
+            self.family.start(f"worker-{number}", "tandem", ["worker", *own, *worker_arguments], quiet=True)
+        own = _common(model, config.host, config.port, config.drain_timeout)
+        arguments = ["scheduler", *own, "--workers", ",".join(self._workers), *scheduler_arguments]
         self.family.start("scheduler", "tandem", arguments, quiet=True)
 
     async def ready(self) -> None:
         """Waits until requests are served."""
-        for endpoint in self._endpoints:
+        for endpoint in self._workers:
             await until_serving(endpoint, "readiness")
-        await until_serving(f"{self.config.host}:{self.config.port}", "tandem.Active")
+        await until_serving(self.endpoint, "tandem.Active")
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Streams end when the scheduler has drained them, so the workers go last. `hurry` ends the wait."""
@@ -68,14 +78,13 @@ async def run(
 ) -> int:
     """Serves until SIGINT or SIGTERM; the exit status. Prints one line when ready."""
     groups = "1 worker" if config.workers == 1 else f"{config.workers} workers"
-    announcement = f"tandem ready on {config.host}:{config.port} (model {model}, {groups})"
     with stop_signals() as stopped:
         service = Service(config, model, scheduler_arguments, worker_arguments)
+        announcement = f"tandem ready on {service.endpoint} (model {model}, {groups})"
         failed = await service.family.run(stopped, service.ready(), announcement)
         await service.stop(stopped)
         return STARTUP_FAILED if failed else 0
 
 
-def _address(model: str, endpoint: str, drain_timeout: float) -> list[str]:
-    host, _, port = endpoint.rpartition(":")
-    return ["--model", model, "--host", host, "--port", port, "--drain-timeout", str(drain_timeout)]
+def _common(model: str, host: str, port: int, drain_timeout: float) -> list[str]:
+    return ["--model", model, "--host", host, "--port", str(port), "--drain-timeout", str(drain_timeout)]

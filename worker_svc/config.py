@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import StartupError
+from shared.settings import check_bounds
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 ATTENTION = ("auto", "torch")
@@ -58,15 +59,12 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         """Checks every value on its own; what depends on the model is checked when that is read."""
-        for name in _COUNTS:
-            _at_least(name, getattr(self, name), 1)
+        check_bounds(self, _COUNTS, 1)
+        check_bounds(self, ("port",), 0, 65535)
+        check_bounds(self, ("drain_timeout",), 0)
         for name in ("lease_timeout", "step_timeout"):
             if not getattr(self, name) > 0:
                 raise StartupError(f"{_flag(name)} {getattr(self, name)}: seconds above 0 are needed")
-        if not self.drain_timeout >= 0:
-            raise StartupError(f"--drain-timeout {self.drain_timeout}: seconds from 0 on are needed")
-        if not 0 <= self.port < 65536:
-            raise StartupError(f"--port {self.port}: not within [0, 65535]")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION)
 
@@ -78,11 +76,6 @@ class WorkerConfig:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise StartupError(f"{_flag(name)} {value}: at least {least} is needed")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -43,8 +43,9 @@ def run_rank(config: WorkerConfig, rank: int, folder: Path) -> int:
             _run_first(config, folder / "rendezvous", progress)
         else:
             _run_follower(config, rank, folder / "rendezvous", progress)
-    except StartupError as error:
-        (folder / f"{rank}.error").write_text(str(error), encoding="utf-8")
+    except (StartupError, ModuleNotFoundError) as error:
+        hint = "" if isinstance(error, StartupError) else ": pip install 'tandem-serve[worker]'"
+        (folder / f"{rank}.error").write_text(f"{error}{hint}", encoding="utf-8")
         return STARTUP_FAILED
     except Exception as error:
         _log.error("rank failed", problem=str(error), exc_info=not isinstance(error, TandemError))

@@ -13,6 +13,7 @@ from shared import __version__
 from shared.errors import StartupError
 from shared.model_config import ModelConfig, load_model_config
 from shared.pb import worker_pb2, worker_pb2_grpc
+from shared.ports import address
 from shared.process import stop_signals
 from shared.rpc import make_server
 from shared.types import WorkerDescription
@@ -47,11 +48,11 @@ class WorkerServer:
 
     async def start(self) -> int:
         """Listens; gives the port. Raises StartupError where the address can't be had."""
-        address = _address(self._config.host, self._config.port)
+        where = address(self._config.host, self._config.port)
         try:
-            port = self._server.add_insecure_port(address)
+            port = self._server.add_insecure_port(where)
         except RuntimeError:
-            raise StartupError(f"can't listen on {address}: is the port taken?") from None
+            raise StartupError(f"can't listen on {where}: is the port taken?") from None
         await self._update_health()
         await self._server.start()
         return port
@@ -127,14 +128,10 @@ async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress) -> N
 def ready_line(config: WorkerConfig, description: WorkerDescription, port: int) -> str:
     """The one line on stdout."""
     return (
-        f"tandem worker ready on {_address(config.host, port)} (model {description.model_name}, {description.dtype}, "
+        f"tandem worker ready on {address(config.host, port)} (model {description.model_name}, {description.dtype}, "
         f"{description.num_blocks} blocks of {description.block_size} tokens, "
         f"tensor parallel {description.tensor_parallel_size}, attention {description.attention})"
     )
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, progress: Progress) -> GroupRunner:

@@ -100,7 +100,8 @@ class CoreLink:
             sample.failed(error)
 
     def _away(self) -> Unavailable:
-        return Unavailable(f"the scheduler core has been away for {self._timeout:g} s; try again")
+        missing = "no worker has come" if self.state is not None else "the scheduler core has been away"
+        return Unavailable(f"{missing} for {self._timeout:g} s; try again later")
 
     async def ready(self) -> core_pb2.ServedModel:
         """Waits until the core is there and the model known. Raises Unavailable after the timeout."""

@@ -27,6 +27,7 @@ from scheduler_svc.frontend.service import GenerationService
 from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
 from shared.pb import generation_pb2_grpc
+from shared.ports import address
 from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
 from shared.rpc import make_server
 from shared.settings import from_json
@@ -75,11 +76,11 @@ class Frontend:
         _log.info("frontend listens", host=self._config.host, port=self._config.port, own_port=self.own_port)
 
     def _listen(self, port: int) -> int:
-        address = f"{self._config.host}:{port}"
+        where = address(self._config.host, port)
         try:
-            return int(self._server.add_insecure_port(address))
+            return int(self._server.add_insecure_port(where))
         except RuntimeError:
-            raise StartupError(f"can't listen on {address}: is the port taken?") from None
+            raise StartupError(f"can't listen on {where}: is the port taken?") from None
 
     def _run(self, background: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(background))

@@ -1,20 +1,25 @@
 """The command line as a person meets it: one ready line, one line per mistake, and nothing left behind."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from shared.ports import require_free
+from shared.ports import find_free, require_free
 from tests.service.tandem_process import Tandem, running
 
 
-def tandem(*arguments: str, stdin: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def tandem(
+    *arguments: str, stdin: str = "", timeout: float = 60, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tandem", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, env=env)
 
 
 def one_line(result: subprocess.CompletedProcess[str], *named: str) -> None:
@@ -56,6 +61,43 @@ def test_a_busy_port(command: str) -> None:
         server.listen()
         port = str(server.getsockname()[1])
         one_line(tandem(command, "--model", "tiny", "--port", port, *workers), port)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve --workers 0",
+        "serve --port 70000",
+        "serve --frontends 0",
+        "serve --depth 5",
+        "serve --block-size 0",
+        "serve --step-timeout 0.5",
+        "scheduler --model tiny --workers h",
+        "scheduler --model tiny --workers h:1 --workers h:1",
+        "scheduler --model tiny --workers h:1 --port 0",
+    ],
+)
+def test_an_option_out_of_range(command: str) -> None:
+    """Before any process is started: else several would say it, or one would wait for ever."""
+    words = command.split()
+    one_line(tandem(*words), words[-2])
+
+
+def test_a_host_that_this_machine_does_not_have() -> None:
+    one_line(tandem("serve", "--host", "192.0.2.1"), "192.0.2.1", "--host")
+
+
+@pytest.mark.parametrize("command", ["serve", "worker", "demo"])
+def test_no_torch(tmp_path: Path, command: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]), "TANDEM_LOG_LEVEL": "ERROR"}
+    if command == "demo":
+        result = subprocess.run(
+            [sys.executable, "-m", "tandem.demo"], capture_output=True, text=True, env=env, timeout=60
+        )
+    else:
+        result = tandem(command, "--model", "tiny", "--port", str(find_free("127.0.0.1")), env=env)
+    one_line(result, "torch", "pip install")
 
 
 def test_no_service_at_the_endpoint() -> None:
@@ -113,3 +155,28 @@ def test_ctrl_c_leaves_no_process_and_no_socket(tmp_path: Path) -> None:
         port = service.port
     assert list(sockets.iterdir()) == []
     require_free("127.0.0.1", port)
+
+
+def test_a_second_ctrl_c_waits_for_no_stream_and_leaves_nothing_either(tmp_path: Path) -> None:
+    """Also on an IPv6 address."""
+    files = tmp_path / "files"
+    files.mkdir()
+    arguments = ["--kv-cache-memory", "64", "--drain-timeout", "60", "--host", "::1"]
+    service = Tandem(tmp_path / "log", *arguments, TMPDIR=str(files))
+    assert f"[::1]:{service.port}" in service.wait_ready()
+    family = service.everyone()
+    client = [sys.executable, "-m", "tandem", "generate", "It is", "--endpoint", f"[::1]:{service.port}", "--json"]
+    with subprocess.Popen(client, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as generate:
+        assert generate.stdout is not None
+        generate.stdout.readline()
+        service.processes("rank")[0].send_signal(signal.SIGSTOP)
+        service.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            service.process.wait(1)
+        service.process.send_signal(signal.SIGINT)
+        assert service.process.wait(10) == 0
+        _, told = generate.communicate(timeout=10)
+        assert generate.returncode == 1 and told.startswith("tandem: "), told
+    assert psutil.wait_procs(family, timeout=2)[1] == []
+    assert list(files.iterdir()) == []
+    assert "Traceback" not in service.log.read_text()

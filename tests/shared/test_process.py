@@ -103,9 +103,8 @@ def test_after_ready_even_that_child_is_started_again(module, tmp_path: Path) ->
 
     async def scenario() -> bool:
         family, stopped = Supervisor(), asyncio.Event()
-        running = asyncio.create_task(family.run(stopped, nothing_to_wait_for(), "ready"))
-        await asyncio.sleep(0.1)
         family.start("late", name, [])
+        running = asyncio.create_task(family.run(stopped, nothing_to_wait_for(), "ready"))
         while not log.exists() or len(log.read_text()) < 2:
             await asyncio.sleep(0.02)
         stopped.set()

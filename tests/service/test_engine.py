@@ -1,0 +1,108 @@
+"""The core process's loop without workers: what is early ends in time, and no bug leaves it alive but deaf."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.engine import Engine
+from shared.framing import read_message, write_message
+from shared.pb import core_pb2
+from shared.ports import find_free
+from tandem.models import model_folder
+
+
+class Peer:
+    """A frontend's connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def submit(self, handle: int, prompt: bytes) -> None:
+        """As if the frontend knew the model from an earlier core."""
+        submit = core_pb2.Submit(handle=handle, request_id=f"request-{handle}", prompt=prompt)
+        write_message(self._writer, core_pb2.FrontendMessage(submit=submit).SerializeToString())
+
+    def abort(self, request_id: str) -> None:
+        question = core_pb2.AbortById(question=1, request_id=request_id)
+        write_message(self._writer, core_pb2.FrontendMessage(abort_by_id=question).SerializeToString())
+
+    async def receive(self, kind: str) -> core_pb2.CoreMessage:
+        """The next message of a kind."""
+        while payload := await read_message(self._reader):
+            message = core_pb2.CoreMessage.FromString(payload)
+            if message.WhichOneof("kind") == kind:
+                return message
+        raise ConnectionError("the core closed the connection")
+
+    async def end(self) -> core_pb2.Ended:
+        """The next end."""
+        (ended,) = (await self.receive("tokens")).tokens.ended
+        return ended
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path, **settings: float) -> AsyncIterator[tuple[Engine, Peer, asyncio.Task[None]]]:
+    workers = (f"127.0.0.1:{find_free('127.0.0.1')}",)
+    engine = Engine(
+        SchedulerConfig(model=model_folder("tiny"), workers=workers, **settings), "", instance=1, hash_seed=2
+    )
+    running = asyncio.create_task(engine.run(str(folder / "core.sock")))
+    while not (folder / "core.sock").exists():
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_unix_connection(folder / "core.sock")
+    try:
+        yield engine, Peer(reader, writer), running
+    finally:
+        writer.close()
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ZeroDivisionError):
+            await running
+
+
+def test_requests_end_where_no_worker_ever_comes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path, worker_loss_timeout=2.0, step_timeout=1.0) as (engine, peer, _):
+            assert (await peer.receive("state")).state.progressing, "nothing is there to do"
+            peer.submit(1, bytes(8))
+            while (await asyncio.wait_for(peer.receive("state"), 5)).state.progressing:
+                pass  # until it has waited for longer than the step timeout
+            ended = await asyncio.wait_for(peer.end(), 5)
+            assert (ended.handle, ended.failure.code) == (1, grpc.StatusCode.UNAVAILABLE.value[0])
+            assert engine.held == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_malformed_submit_fails_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path) as (engine, peer, _):
+            peer.submit(1, bytes(8))
+            peer.submit(2, b"odd")
+            ended = await asyncio.wait_for(peer.end(), 5)
+            assert (ended.handle, ended.failure.code) == (2, grpc.StatusCode.INTERNAL.value[0])
+            peer.abort("request-1")
+            assert (await asyncio.wait_for(peer.end(), 5)).handle == 1, "the connection goes on"
+            assert engine.held == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("verb", ["abort_by_id", "_plan"])
+def test_a_bug_ends_the_process_instead_of_leaving_it_deaf(tmp_path: Path, verb: str) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path) as (engine, peer, running):
+            setattr(engine, verb, lambda _: 1 // 0)
+            if verb == "_plan":
+                engine.connected(0)
+            else:
+                peer.abort("nobody")
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.wait_for(running, 5)
+
+    asyncio.run(scenario())
