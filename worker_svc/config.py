@@ -6,8 +6,10 @@ from pathlib import Path
 from shared.errors import StartupError
 from shared.settings import check_bounds
 
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
-ATTENTION = ("auto", "torch")
+ATTENTION = ("auto", "fa3", "triton", "torch")
+LOAD_FORMATS = ("auto", "dummy")
 _COUNTS = (
     "tensor_parallel",
     "block_size",
@@ -32,14 +34,24 @@ class WorkerConfig:
     """Port to listen on; 0 takes a free one, which the ready line names."""
     tensor_parallel: int = 1
     """Ranks that share the model, one process each."""
+    device: str = "auto"
+    """Where the model runs: auto (cuda where there is a GPU), cpu or cuda."""
+    load_format: str = "auto"
+    """Weights: auto (the folder's safetensors files) or dummy (random ones; only config.json is read)."""
+    load_seed: int = 0
+    """Seed of dummy weights."""
     dtype: str = "auto"
     """Number format of weights and K/V: auto (as stored), float32, bfloat16 or float64."""
     block_size: int = 64
     """Tokens per K/V block."""
     num_kv_blocks: int | None = None
     """K/V blocks of the pool; None takes as many as `kv_cache_memory` holds."""
-    kv_cache_memory: int = 1024
-    """MiB of K/V memory per rank."""
+    kv_cache_memory: int | None = None
+    """MiB of K/V memory per rank; None: 1024 on a CPU, what `gpu_memory_utilization` leaves on a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, activations, CUDA graphs and, from what is left, K/V."""
+    enforce_eager: bool = False
+    """Captures no CUDA graphs: starts faster, runs slower."""
     max_num_seqs: int = 64
     """Slots of batch state: most sequences in flight at a time."""
     max_num_batched_tokens: int = 512
@@ -47,7 +59,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     """Most tokens of one sequence; None takes the model's own limit."""
     attention: str = "auto"
-    """What computes attention: auto or torch."""
+    """What computes attention: auto, fa3 (FlashAttention-3), triton (own kernel for decode) or torch."""
     lease_timeout: float = 3.0
     """Seconds without a plan, none being executed, after which a scheduler's stream ends."""
     step_timeout: float = 10.0
@@ -61,10 +73,14 @@ class WorkerConfig:
         """Checks every value on its own; what depends on the model is checked when that is read."""
         check_bounds(self, _COUNTS, 1)
         check_bounds(self, ("port",), 0, 65535)
-        check_bounds(self, ("drain_timeout",), 0)
+        check_bounds(self, ("drain_timeout", "load_seed"), 0)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise StartupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it is above 0, at most 1")
         for name in ("lease_timeout", "step_timeout"):
             if not getattr(self, name) > 0:
                 raise StartupError(f"{_flag(name)} {getattr(self, name)}: seconds above 0 are needed")
+        _one_of("device", self.device, DEVICES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION)
 

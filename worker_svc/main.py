@@ -64,12 +64,12 @@ def _run_first(config: WorkerConfig, rendezvous: Path, progress: Progress) -> No
 def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: Progress) -> None:
     from shared.model_config import load_model_config
     from worker_svc.parallel import join
-    from worker_svc.runner.build import build_runner
+    from worker_svc.runner.build import build_runner, choose_device
     from worker_svc.runner.group import follow
 
     progress.beat_in_thread()
     group = join(rank, config.tensor_parallel, rendezvous)
-    runner = build_runner(config, load_model_config(config.folder), group)
+    runner = build_runner(config, load_model_config(config.folder), group, choose_device(config, rank))
     progress.warm()
     follow(runner, group, progress)
 

@@ -83,7 +83,9 @@ class TensorParallel:
 def join(rank: int, size: int, rendezvous: Path) -> TensorParallel:
     """Waits for all ranks of the group at a file that they share."""
     if size > 1:
+        # gloo carries plans, which are bytes on the host; tensors on GPUs go through NCCL.
+        backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=_FOREVER
+            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=_FOREVER
         )
     return TensorParallel(rank, size)

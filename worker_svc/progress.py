@@ -1,6 +1,6 @@
 """Signs of life of the ranks of one group, in memory that they share with their launcher.
 
-A rank says when it last turned and since when it has been executing a step; whoever reads decides what is too long.
+A rank says when it last turned and since when its oldest step has been running; whoever reads decides what is too long.
 Times are seconds of the monotonic clock, which all processes of a host share.
 """
 
@@ -39,6 +39,8 @@ class Progress:
     def __init__(self, cells: Cells, rank: int) -> None:
         self._cells = cells
         self._rank = rank
+        self._running = 0
+        self._lock = threading.Lock()  # steps are begun in one thread and ended in another
 
     def beat(self) -> None:
         """This rank turns."""
@@ -61,11 +63,24 @@ class Progress:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """This rank executes a step inside of the block."""
-        self._cells[self._rank, 1] = time.monotonic()
+        self.begin()
         try:
             yield
         finally:
-            self._cells[self._rank, 1] = 0.0
+            self.end()
+
+    def begin(self) -> None:
+        """A step begins, perhaps while others run."""
+        with self._lock:
+            if self._running == 0:
+                self._cells[self._rank, 1] = time.monotonic()
+            self._running += 1
+
+    def end(self) -> None:
+        """The oldest step has ended; the next one counts from now."""
+        with self._lock:
+            self._running -= 1
+            self._cells[self._rank, 1] = time.monotonic() if self._running else 0.0
 
     def stalled(self, timeout_s: float) -> bool:
         """Whether the running step takes longer than that."""

@@ -21,9 +21,9 @@ from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import dtype_name
 from worker_svc.parallel import join
 from worker_svc.progress import BEAT_S, Progress
-from worker_svc.runner.build import build_runner
+from worker_svc.runner.build import build_runner, choose_device
 from worker_svc.runner.group import GroupRunner
-from worker_svc.runner.runner import ModelRunner
+from worker_svc.runner.runner import Runner
 from worker_svc.servicer import Group, WorkerServicer
 
 _log = structlog.get_logger(__name__)
@@ -136,10 +136,11 @@ def ready_line(config: WorkerConfig, description: WorkerDescription, port: int) 
 
 def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, progress: Progress) -> GroupRunner:
     ranks = join(0, config.tensor_parallel, rendezvous)
-    return GroupRunner(build_runner(config, model, ranks), ranks, progress)
+    runner = build_runner(config, model, ranks, choose_device(config, 0))
+    return GroupRunner(runner, ranks, progress)
 
 
-def _describe(config: WorkerConfig, model: ModelConfig, runner: ModelRunner) -> WorkerDescription:
+def _describe(config: WorkerConfig, model: ModelConfig, runner: Runner) -> WorkerDescription:
     limits = runner.batch.limits
     return WorkerDescription(
         fingerprint=model.fingerprint,
@@ -154,5 +155,5 @@ def _describe(config: WorkerConfig, model: ModelConfig, runner: ModelRunner) -> 
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=__version__,
-        attention=runner.attention.name,
+        attention=runner.attention,
     )

@@ -40,6 +40,17 @@ class SamplingInputs:
     masks: tuple[tuple[int, Bools], ...]
     """(row among the N, allowed tokens [vocabulary size])."""
 
+    def select(self, rows: LongArray) -> "SamplingInputs":
+        """Some of the rows, ascending."""
+        number = {int(row): index for index, row in enumerate(rows)}
+        pairs = [(number[row], token) for row, token in self.suppressed.tolist() if row in number]
+        columns = ("slots", "last_index", "positions", "temperature", "top_k", "top_p", "min_p", "seeds")
+        return SamplingInputs(
+            **{name: getattr(self, name)[rows] for name in columns},
+            suppressed=np.array(pairs, dtype=np.int32).reshape(-1, 2),
+            masks=tuple((number[row], allowed) for row, allowed in self.masks if row in number),
+        )
+
     @property
     def greedy(self) -> Bools:
         """[N]: rows that take the most likely token."""
@@ -63,6 +74,10 @@ class StepInputs:
     """[T]"""
     slot_mapping: LongArray
     """[T]: block id x block size + offset, where the token's K/V goes."""
+    slots: IntArray
+    """[R]"""
+    grown: IntArray
+    """[n, 3]: (slot, column, block id), what the slots' block tables got."""
     cu_seqlens: IntArray
     """[R + 1]: row r has the tokens cu_seqlens[r] to cu_seqlens[r + 1]."""
     seq_lens: IntArray
@@ -79,3 +94,20 @@ class StepInputs:
     """The N rows that reach their sequence's last token."""
     zeroed: IntArray
     """Block ids to fill with zeros before anything else."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every row is one token, the last sampled one of its slot."""
+        return len(self.feedback_index) == len(self.token_ids)
+
+    @property
+    def starts(self) -> IntArray:
+        """[R]: position of each row's first token."""
+        starts: IntArray = self.seq_lens - np.diff(self.cu_seqlens)
+        return starts
+
+    @property
+    def sampling_rows(self) -> LongArray:
+        """[N]: which of the R rows sample."""
+        rows: LongArray = np.searchsorted(self.cu_seqlens, self.sampling.last_index, side="right") - 1
+        return rows

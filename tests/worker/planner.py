@@ -9,19 +9,20 @@ import numpy as np
 from shared.model_config import load_model_config
 from shared.types import Admission, RowSampling, StepPlan, TokenMask
 from worker_svc.config import WorkerConfig
-from worker_svc.layers.sampler import to_host
 from worker_svc.parallel import TensorParallel
 from worker_svc.runner.build import build_runner
-from worker_svc.runner.runner import ModelRunner
+from worker_svc.runner.runner import TorchRunner
 
 BLOCK = 16
 GREEDY = RowSampling(temperature=0.0)
 
 
-def make_runner(folder: Path, group: TensorParallel | None = None, **settings: Any) -> ModelRunner:
+def make_runner(folder: Path, group: TensorParallel | None = None, **settings: Any) -> TorchRunner:
     """One rank's runner in float64, with blocks of 16 tokens."""
     values = {"dtype": "float64", "block_size": BLOCK, "num_kv_blocks": 128, "max_num_seqs": 8, **settings}
-    return build_runner(WorkerConfig(str(folder), **values), load_model_config(folder), group or TensorParallel())
+    runner = build_runner(WorkerConfig(str(folder), **values), load_model_config(folder), group or TensorParallel())
+    assert isinstance(runner, TorchRunner)
+    return runner
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Planner:
     def step(self, rows: list[tuple[int, int]], **more: Any) -> list[int]:
         """Runs one plan; the tokens that it sampled. Failed rows give -1."""
         plan, sampling = self.plan(rows, **more)
-        tokens, failed = to_host(self.runner.step(plan))
+        tokens, failed = self.runner.step(plan).to_host()
         assert len(tokens) == len(sampling)
         for slot, token in zip(sampling, tokens.tolist(), strict=True):
             self.sequences[slot].tokens.append(token)

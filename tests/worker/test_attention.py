@@ -7,9 +7,11 @@ from shared.types import Admission, RowSampling, StepPlan
 from worker_svc.layers import attention
 from worker_svc.layers.attention import TorchAttention
 from worker_svc.layers.kv_cache import KVCache, LayerCache
+from worker_svc.layers.torch_ops import TorchOps
 from worker_svc.runner.batch import BatchState, Limits
 from worker_svc.step_inputs import StepInputs
 
+CPU, OPS = torch.device("cpu"), TorchOps()
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 LENGTHS = [1, 3, 9, 4, 17, 12]
 CACHED = [0, 0, 8, 0, 16, 0]
@@ -44,6 +46,17 @@ def tensors(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return q, k, v, cache
 
 
+def attend(
+    inputs: StepInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache
+) -> torch.Tensor:
+    """Stores K/V at unrotated positions, then attends."""
+    still = torch.ones(1, DIM // 2, dtype=torch.float64), torch.zeros(1, DIM // 2, dtype=torch.float64)
+    rotation = OPS.rotation(*still, torch.zeros(len(q), dtype=torch.int64))
+    qkv = torch.cat((q, k, v), dim=1).flatten(1)
+    query = OPS.rotate_and_store(qkv, None, rotation, torch.from_numpy(inputs.slot_mapping), cache)
+    return TorchAttention(CPU).prepare(inputs)(query, cache)
+
+
 def naive(inputs: StepInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> torch.Tensor:
     keys, values = cache.key.clone(), cache.value.clone()
     for token, slot in enumerate(inputs.slot_mapping.tolist()):
@@ -65,7 +78,7 @@ def test_what_a_block_held_before_is_never_read() -> None:
     """Not even as a masked NaN: a request that gave NaN may have been aborted before anyone noticed."""
     inputs = batch()
     q, k, v, cache = tensors(inputs)
-    expected = TorchAttention().prepare(inputs)(q, k, v, LayerCache(cache.key.clone(), cache.value.clone()))
+    expected = attend(inputs, q, k, v, LayerCache(cache.key.clone(), cache.value.clone()))
     places = {
         (int(inputs.block_tables[row, i // BLOCK]), i % BLOCK)
         for row, length in enumerate(inputs.seq_lens)
@@ -76,14 +89,14 @@ def test_what_a_block_held_before_is_never_read() -> None:
         memory.fill_(torch.nan)
         for place in places:
             memory[place] = clean[place]
-    assert torch.equal(TorchAttention().prepare(inputs)(q, k, v, cache), expected)
+    assert torch.equal(attend(inputs, q, k, v, cache), expected)
 
 
 def test_equal_to_a_loop_over_tokens() -> None:
     inputs = batch()
     q, k, v, cache = tensors(inputs)
     expected = naive(inputs, q, k, v, cache)
-    torch.testing.assert_close(TorchAttention().prepare(inputs)(q, k, v, cache), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(attend(inputs, q, k, v, cache), expected, atol=1e-12, rtol=0)
 
 
 def test_decode_rows_in_several_groups(monkeypatch) -> None:
@@ -92,9 +105,9 @@ def test_decode_rows_in_several_groups(monkeypatch) -> None:
     q, k, v, cache = tensors(inputs)
     expected = naive(inputs, q, k, v, cache)
     monkeypatch.setattr(attention, "_GATHER_LIMIT", 18)
-    step = TorchAttention().prepare(inputs)
+    step = TorchAttention(CPU).prepare(inputs)
     assert sum(len(group.tokens) == len(group.blocks) for group in step.groups) == 2
-    torch.testing.assert_close(step(q, k, v, cache), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(attend(inputs, q, k, v, cache), expected, atol=1e-12, rtol=0)
 
 
 def test_tokens_of_slot_minus_one_are_not_stored() -> None:
@@ -104,7 +117,7 @@ def test_tokens_of_slot_minus_one_are_not_stored() -> None:
     before = cache.key.clone()
     slots = inputs.slot_mapping.copy()
     inputs.slot_mapping[5:] = -1
-    TorchAttention().prepare(inputs)(q, k, v, cache)
+    attend(inputs, q, k, v, cache)
     changed = (cache.key != before).flatten(2).any(-1).flatten().nonzero()[:, 0]
     assert sorted(changed.tolist()) == sorted(slots[:5].tolist())
 

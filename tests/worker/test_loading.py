@@ -15,6 +15,7 @@ from tests.worker.planner import make_runner
 from worker_svc.config import WorkerConfig
 from worker_svc.loading import load_weights
 from worker_svc.model_checks import check_model
+from worker_svc.layers.torch_ops import TorchOps
 from worker_svc.models.qwen3 import Qwen3ForCausalLM
 from worker_svc.parallel import TensorParallel
 
@@ -147,7 +148,7 @@ def test_no_weights(folder: Path) -> None:
 
 
 def test_a_parameter_that_no_shard_fills(folder: Path) -> None:
-    model = Qwen3ForCausalLM(load_model_config(folder), 64, torch.float32, TensorParallel())
+    model = Qwen3ForCausalLM(load_model_config(folder), 64, torch.float32, TensorParallel(), TorchOps())
     model.model.norm.extra = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(StartupError, match=r"model\.norm\.extra: 0 of 3"):
         load_weights(model, folder, report=False)

@@ -11,7 +11,7 @@ import pytest
 from shared.types import RowSampling, TokenMask
 from tests.worker.model_folder import VOCABULARY, write_model
 from tests.worker.planner import BLOCK, GREEDY, Planner, make_runner
-from worker_svc.runner.runner import ModelRunner
+from worker_svc.runner.runner import TorchRunner
 
 COUNT = 20
 KINDS = {
@@ -22,12 +22,12 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
     return make_runner(write_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
-def planner(runner: ModelRunner) -> Planner:
+def planner(runner: TorchRunner) -> Planner:
     planner = Planner(runner)
     planner.open()
     return planner

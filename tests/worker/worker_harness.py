@@ -49,13 +49,13 @@ class ScriptedGroup:
     def open_epoch(self) -> None:
         self.commands.append("open")
 
-    def step(self, message: worker_pb2.StepPlan) -> StepResult:
+    def step(self, message: worker_pb2.StepPlan) -> Callable[[], StepResult]:
         self.commands.append((message.epoch, message.step_id))
         with self._progress.step():
             assert self.gate.wait(20)
         if self.error is not None:
             raise self.error
-        return StepResult(message.epoch, message.step_id)
+        return lambda: StepResult(message.epoch, message.step_id)
 
     def close(self) -> None:
         self.commands.append("close")

@@ -1,7 +1,7 @@
-"""Attention over paged K/V behind one small interface, and its torch reference for CPUs.
+"""Attention over paged K/V behind one small interface, and its torch reference.
 
-A backend prepares once per step what all layers share; each layer then stores K/V of all rows before any row attends,
-so that rows may share blocks (the row that writes comes first in the batch).
+What all layers share is prepared once per step; each layer stores K/V of all rows before any row attends, so that rows
+may share blocks (the row that writes comes first in the batch).
 """
 
 from collections.abc import Iterator
@@ -23,38 +23,37 @@ _GATHER_LIMIT = 1 << 16  # tokens of K/V copied at a time: bounds the memory of 
 class StepAttention(Protocol):
     """Attention of one step, the same for all layers but for the K/V memory."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
-        """Stores `key` and `value`, [T, num_kv_heads, head_dim], where the slot mapping says; tokens with slot -1 are
-        not stored. Then attends with `query`, [T, num_heads, head_dim], causally over each row's blocks, scaled by
-        1 / sqrt(head_dim). Returns [T, num_heads, head_dim]."""
+    def __call__(self, query: Tensor, cache: LayerCache) -> Tensor:
+        """Attends with `query`, [T, num_heads, head_dim], causally over each row's blocks, scaled by
+        1 / sqrt(head_dim). Returns [T, num_heads, head_dim]; what tokens of no row get is undefined."""
 
 
-class AttentionBackend(Protocol):
-    """One way to compute attention."""
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """One forward pass of T tokens, on the device."""
 
-    name: str
-
-    def prepare(self, inputs: StepInputs) -> StepAttention:
-        """Called once per step."""
+    token_ids: Tensor
+    """[T]"""
+    positions: Tensor
+    """[T]"""
+    slot_mapping: Tensor
+    """[T]: block id x block size + offset, where the token's K/V goes; -1 keeps nothing."""
+    attention: StepAttention
 
 
 class TorchAttention:
     """torch's scaled_dot_product_attention: decode rows in padded batches, other rows one by one."""
 
-    name = "torch"
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def prepare(self, inputs: StepInputs) -> "TorchStep":
-        """Groups the rows and builds their masks."""
+        """Groups the rows and builds their masks, once per step."""
         counts = np.diff(inputs.cu_seqlens)
         decode = np.flatnonzero(counts == 1)
         groups = [_padded_rows(inputs, rows) for rows in _decode_groups(decode, inputs.seq_lens)]
         groups += [_single_row(inputs, int(row)) for row in np.flatnonzero(counts > 1)]
-        stored = np.flatnonzero(inputs.slot_mapping >= 0)
-        return TorchStep(
-            groups=groups,
-            stored=None if len(stored) == len(inputs.slot_mapping) else torch.from_numpy(stored),
-            slots=torch.from_numpy(inputs.slot_mapping[stored]),
-        )
+        return TorchStep([group.to(self._device) for group in groups])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +72,24 @@ class _Group:
     """[R, 1, L, 1]: which of them no query of the row sees; None: there are none. What memory holds there is left of
     whoever had the block before, and a masked NaN would still poison a weighted sum."""
 
+    def to(self, device: torch.device) -> "_Group":
+        """The same on a device."""
+        unseen = None if self.unseen is None else self.unseen.to(device)
+        return _Group(self.tokens.to(device), self.blocks.to(device), self.length, self.mask.to(device), unseen)
+
 
 @dataclass(frozen=True, slots=True)
 class TorchStep:
     """Attention of one step."""
 
     groups: list[_Group]
-    stored: Tensor | None
-    """Tokens whose K/V is kept; None: all."""
-    slots: Tensor
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
+    def __call__(self, query: Tensor, cache: LayerCache) -> Tensor:
         """See StepAttention."""
-        self._store(key, cache.key)
-        self._store(value, cache.value)
         output = torch.zeros_like(query)
         for group in self.groups:
             output.index_copy_(0, group.tokens, _attend(query.index_select(0, group.tokens), cache, group))
         return output
-
-    def _store(self, new: Tensor, cache: Tensor) -> None:
-        kept = new if self.stored is None else new.index_select(0, self.stored)
-        cache.flatten(0, 1).index_copy_(0, self.slots, kept)
 
 
 def _attend(query: Tensor, cache: LayerCache, group: _Group) -> Tensor:

@@ -30,16 +30,16 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[T] to [T, hidden]: each token's row, from the rank that has it."""
-        local = token_ids - self.start
         if self.group.size == 1:
-            return functional.embedding(local, self.weight)
+            return functional.embedding(token_ids, self.weight)
+        local = token_ids - self.start
         elsewhere = (local < 0) | (local >= self.num_valid)
         rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.group.all_reduce(rows.masked_fill(elsewhere[:, None], 0))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] to [N, rows]: logits of this rank's tokens; padding has -infinity."""
-        logits = functional.linear(hidden, self.weight)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[N, hidden] to [N, rows], `out` where it is given: logits of this rank's tokens; padding has -infinity."""
+        logits = torch.mm(hidden, self.weight.t(), out=out)
         logits[:, self.num_valid :] = -torch.inf
         return logits
 

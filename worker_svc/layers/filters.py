@@ -16,7 +16,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     vocabulary = logits.shape[-1]
     limits = torch.where(top_k == 0, vocabulary, top_k).clamp(max=vocabulary)
     ordered = logits.topk(int(limits.max()), dim=-1).values  # [N, K], descending
-    within = torch.arange(ordered.shape[-1]) < limits[:, None]
+    within = torch.arange(ordered.shape[-1], device=logits.device) < limits[:, None]
     p = ordered.masked_fill(~within, -torch.inf).softmax(-1)
     before = torch.where(top_p[:, None] < 1, p.cumsum(-1) - p, 0)  # a rounded sum must not cut where top_p is off
     kept = within & (before < top_p[:, None]) & (p >= min_p[:, None] * p[:, :1])

@@ -20,17 +20,24 @@ class KVCache:
     """The K/V blocks of all layers on one rank. Zeroed at first: a masked NaN would still poison a weighted sum."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
         self.num_blocks = num_blocks
-        self._memory = torch.zeros(shape, dtype=dtype)
+        self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = [LayerCache(layer[0], layer[1]) for layer in self._memory]
 
     def zero(self, block_ids: IntArray) -> None:
         """Fills blocks with zeros in every layer."""
         if len(block_ids):
-            self._memory[:, :, torch.from_numpy(block_ids.astype("int64"))] = 0
+            self._memory[:, :, torch.from_numpy(block_ids.astype("int64")).to(self._memory.device)] = 0
 
 
 def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

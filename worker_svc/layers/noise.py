@@ -38,10 +38,10 @@ def noise_bits(keys: tuple[UInts, UInts], indices: UInts) -> UInts:
     return mix(mix(indices ^ first[:, None]) + second[:, None])
 
 
-def torch_noise_bits(keys: tuple[UInts, UInts], start: int, count: int) -> Tensor:
+def torch_noise_bits(keys: tuple[UInts, UInts], start: int, count: int, device: torch.device | None = None) -> Tensor:
     """noise_bits of the indices start to start + count, the bits as int32."""
-    first, second = (torch.from_numpy(key.view(np.int32))[:, None] for key in keys)
-    indices = torch.arange(start, start + count, dtype=torch.int32)
+    first, second = (torch.from_numpy(key.view(np.int32))[:, None].to(device) for key in keys)
+    indices = torch.arange(start, start + count, dtype=torch.int32, device=device)
     return _torch_mix(_torch_mix(indices ^ first) + second)
 
 

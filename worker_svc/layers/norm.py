@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from worker_svc.layers.ops import Ops
 from worker_svc.layers.shard import Shard, whole
 
 
@@ -13,24 +14,29 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class RMSNorm(nn.Module):
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    y = x.to(wide(x.dtype))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
 
-    def __init__(self, size: int, eps: float) -> None:
+
+class RMSNorm(nn.Module):
+    """The weight of one norm."""
+
+    def __init__(self, size: int, eps: float, ops: Ops) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size))
+        self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to [..., size]."""
-        y = x.to(wide(x.dtype))
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        """[T, size] to [T, size]."""
+        return self._ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual."""
-        residual = x + residual
-        return self(residual), residual
+        """The norm of x + residual, and x + residual; both may be overwritten."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def shards(self, name: str) -> Iterator[Shard]:
         """The weight, on every rank."""

@@ -10,7 +10,7 @@ from worker_svc.layers.norm import wide
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every position, computed in float64 and kept in the wide format of `dtype`."""
+    """cos and sin of every position, [positions, head_dim / 2] each, in float64 and kept in the wide format of `dtype`."""
 
     cos: Tensor
     sin: Tensor
@@ -21,10 +21,6 @@ class RotaryEmbedding(nn.Module):
         angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
         self.register_buffer("cos", (angles.cos() * factor).to(wide(dtype)), persistent=False)
         self.register_buffer("sin", (angles.sin() * factor).to(wide(dtype)), persistent=False)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] to cos and sin, [T, 1, head_dim / 2] each."""
-        return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

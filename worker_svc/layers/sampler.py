@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.layers.filters import filter_logits
 from worker_svc.layers.noise import exponential, row_keys, torch_noise_bits
 from worker_svc.layers.norm import wide
+from shared.types import IntArray
 from worker_svc.parallel import TensorParallel
 from worker_svc.step_inputs import LongArray, SamplingInputs
 
@@ -27,6 +27,10 @@ class SampledTokens:
     """[N] int64; 0 where the row failed."""
     failed: Tensor
     """[N] bool: the row's logits had no finite maximum."""
+
+    def to_host(self) -> tuple[IntArray, IntArray]:
+        """Token ids, and the indices of failed rows. Waits for the device."""
+        return self.token_ids.int().cpu().numpy(), self.failed.nonzero()[:, 0].int().cpu().numpy()
 
 
 class Sampler:
@@ -41,14 +45,14 @@ class Sampler:
         """`logits` [N, tokens of this rank], changed in place. Every rank calls it with the same inputs."""
         logits = logits.to(wide(logits.dtype))
         self._restrict(logits, inputs)
-        temperature = torch.from_numpy(np.where(inputs.greedy, 1, inputs.temperature)).to(logits.dtype)
+        temperature = torch.from_numpy(np.where(inputs.greedy, 1, inputs.temperature)).to(logits)
         logits /= temperature[:, None]
-        token_ids = torch.zeros(len(logits), dtype=torch.int64)
-        best = torch.zeros(len(logits), dtype=logits.dtype)
+        token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        best = torch.zeros_like(logits[:, 0])
         for chosen_rows, choose in ((~inputs.filtered, self._choose_common), (inputs.filtered, self._choose_filtered)):
             rows = np.flatnonzero(chosen_rows)
             if len(rows):
-                index = torch.from_numpy(rows)
+                index = torch.from_numpy(rows).to(logits.device)
                 best[index], token_ids[index] = choose(logits[index], inputs, rows)
         failed = ~best.isfinite()
         return SampledTokens(token_ids.masked_fill(failed, 0), failed)
@@ -56,11 +60,11 @@ class Sampler:
     def _restrict(self, logits: Tensor, inputs: SamplingInputs) -> None:
         """Takes out suppressed tokens and those outside a mask."""
         end = self._start + logits.shape[1]
-        rows, tokens = torch.from_numpy(inputs.suppressed.astype(np.int64)).unbind(-1)
+        rows, tokens = torch.from_numpy(inputs.suppressed.astype(np.int64)).to(logits.device).unbind(-1)
         here = (tokens >= self._start) & (tokens < end)
         logits[rows[here], tokens[here] - self._start] = -torch.inf
         for row, allowed in inputs.masks:
-            local = torch.from_numpy(~allowed[self._start : end])
+            local = torch.from_numpy(~allowed[self._start : end]).to(logits.device)
             logits[row, : len(local)].masked_fill_(local, -torch.inf)
 
     def _choose_common(self, logits: Tensor, inputs: SamplingInputs, rows: LongArray) -> tuple[Tensor, Tensor]:
@@ -74,10 +78,11 @@ class Sampler:
     def _choose_filtered(self, logits: Tensor, inputs: SamplingInputs, rows: LongArray) -> tuple[Tensor, Tensor]:
         """Rank 0 decides on the whole distribution and tells the others."""
         parts = self._group.gather_to_first(logits)
-        chosen = torch.empty(len(logits), 2, dtype=torch.float64)
+        chosen = torch.empty(len(logits), 2, dtype=torch.float64, device=logits.device)
         if parts:
             whole = torch.cat(parts, dim=-1)[:, : self._vocabulary_size]
-            top_k, top_p, min_p = (torch.from_numpy(x[rows]) for x in (inputs.top_k, inputs.top_p, inputs.min_p))
+            limits = (inputs.top_k, inputs.top_p, inputs.min_p)
+            top_k, top_p, min_p = (torch.from_numpy(x[rows]).to(whole.device) for x in limits)
             kept = filter_logits(whole, top_k, top_p, min_p)
             values, indices = _add_noise(kept, inputs, rows, 0).max(-1)
             chosen = torch.stack((values.double(), indices.double()), dim=-1)
@@ -90,11 +95,6 @@ def _add_noise(logits: Tensor, inputs: SamplingInputs, rows: LongArray, start: i
     noisy = np.flatnonzero(~inputs.greedy[rows])
     if len(noisy):
         keys = row_keys(inputs.seeds[rows[noisy]], inputs.positions[rows[noisy]])
-        bits = torch_noise_bits(keys, start, logits.shape[1])
-        logits[torch.from_numpy(noisy)] -= exponential(bits, logits.dtype).log_()
+        bits = torch_noise_bits(keys, start, logits.shape[1], logits.device)
+        logits[torch.from_numpy(noisy).to(logits.device)] -= exponential(bits, logits.dtype).log_()
     return logits
-
-
-def to_host(sampled: SampledTokens) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Token ids, and the indices of failed rows."""
-    return sampled.token_ids.int().numpy(), sampled.failed.nonzero()[:, 0].int().numpy()

@@ -5,81 +5,80 @@ Pure computation: tensors in, tensors out. K/V memory and the step's attention a
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shared.model_config import ModelConfig
-from worker_svc.layers.attention import StepAttention
+from worker_svc.layers.attention import ForwardInputs
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.kv_cache import LayerCache
 from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear, qkv_parts, split_part
 from worker_svc.layers.norm import RMSNorm
-from worker_svc.layers.rotary import RotaryEmbedding, rotate
+from worker_svc.layers.ops import Ops, QKNorm
+from worker_svc.layers.rotary import RotaryEmbedding
 from worker_svc.parallel import TensorParallel
 
 
 class Qwen3Attention(nn.Module):
     """Grouped-query attention of the query heads that this rank has."""
 
-    def __init__(self, config: ModelConfig, group: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, group: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self._ops = ops
         parts = qkv_parts(config.num_heads, config.num_kv_heads, config.head_dim, group)
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.attention_bias)
         heads_size = config.num_heads * config.head_dim
         self.o_proj = RowParallelLinear(heads_size, config.hidden_size, config.attention_bias, group)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, ops) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, ops) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: LayerCache, attention: StepAttention
+        self, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor], cache: LayerCache, inputs: ForwardInputs
     ) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        heads = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.qkv_proj.sizes, -1))
-        q, k, v = heads  # [T, heads or K/V heads, head_dim]
+        norm = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attention(rotate(q, *rotation), rotate(k, *rotation), v, cache)
-        projected: Tensor = self.o_proj(out.flatten(1))
+            norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        query = self._ops.rotate_and_store(self.qkv_proj(x), norm, rotation, inputs.slot_mapping, cache)
+        projected: Tensor = self.o_proj(inputs.attention(query, cache).flatten(1))
         return projected
 
 
 class Qwen3MLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, group: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, group: TensorParallel, ops: Ops) -> None:
         super().__init__()
+        self._ops = ops
         parts = [split_part(name, config.intermediate_size, group) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, False, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        projected: Tensor = self.down_proj(functional.silu(gate) * up)
+        projected: Tensor = self.down_proj(self._ops.silu_and_mul(self.gate_up_proj(x)))
         return projected
 
 
 class Qwen3DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, group: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, group: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, group)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(config, group)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.self_attn = Qwen3Attention(config, group, ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.mlp = Qwen3MLP(config, group, ops)
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor, Tensor],
         cache: LayerCache,
-        attention: StepAttention,
+        inputs: ForwardInputs,
     ) -> tuple[Tensor, Tensor]:
         """Takes and gives what is still to be added to the residual, and the residual."""
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotation, cache, attention)
+        x = self.self_attn(x, rotation, cache, inputs)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
@@ -87,22 +86,23 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     """Embedding, decoder layers, final norm."""
 
-    def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype, group: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, group: TensorParallel, ops: Ops
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocabulary_size, config.hidden_size, group)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_positions, dtype)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, group) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, group, ops) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self._ops = ops
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, caches: list[LayerCache], attention: StepAttention
-    ) -> Tensor:
-        """[T] token ids and positions to [T, hidden]."""
-        x = self.embed_tokens(token_ids)
+    def forward(self, inputs: ForwardInputs, caches: list[LayerCache]) -> Tensor:
+        """[T, hidden] of T tokens."""
+        x = self.embed_tokens(inputs.token_ids)
         residual = torch.zeros_like(x)
-        rotation = self.rotary(positions)
+        rotation = self._ops.rotation(self.rotary.cos, self.rotary.sin, inputs.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, rotation, cache, attention)
+            x, residual = layer(x, residual, rotation, cache, inputs)
         normed: Tensor = self.norm.add(x, residual)[0]
         return normed
 
@@ -110,9 +110,11 @@ class Qwen3Model(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """The model and its LM head, which a tied model shares with the embedding."""
 
-    def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype, group: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, group: TensorParallel, ops: Ops
+    ) -> None:
         super().__init__()
-        self.model = Qwen3Model(config, max_positions, dtype, group)
+        self.model = Qwen3Model(config, max_positions, dtype, group, ops)
         if not config.tie_embeddings:
             self.lm_head = VocabParallelEmbedding(config.vocabulary_size, config.hidden_size, group)
         self.tied = config.tie_embeddings
@@ -122,9 +124,7 @@ class Qwen3ForCausalLM(nn.Module):
         """What gives the logits."""
         return self.model.embed_tokens if self.tied else self.lm_head
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, caches: list[LayerCache], attention: StepAttention
-    ) -> Tensor:
-        """[T] token ids and positions to hidden states, [T, hidden]."""
-        hidden: Tensor = self.model(token_ids, positions, caches, attention)
+    def forward(self, inputs: ForwardInputs, caches: list[LayerCache]) -> Tensor:
+        """Hidden states of T tokens, [T, hidden]."""
+        hidden: Tensor = self.model(inputs, caches)
         return hidden

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.errors import InvalidRequest
-from shared.types import Admission, IntArray, StepPlan
+from shared.types import NO_TRIPLES, Admission, IntArray, StepPlan
 from worker_svc.runner.sampling_state import SamplingState
 from worker_svc.step_inputs import LongArray, StepInputs
 
@@ -56,9 +56,9 @@ class BatchState:
             raise InvalidRequest("step_id", f"{plan.step_id} where {self._next_step} is next")
         self._next_step += 1
         self._admit(plan.admitted)
-        self._grow(plan.grown)
+        grown = self._grow(plan.grown)
         _check_range("zeroed", plan.zeroed, self.limits.num_blocks)
-        return self._advance(plan)
+        return self._advance(plan, grown)
 
     def _admit(self, admitted: tuple[Admission, ...]) -> None:
         for index, admission in enumerate(admitted):
@@ -73,9 +73,9 @@ class BatchState:
         if len({admission.slot for admission in admitted}) != len(admitted):
             raise InvalidRequest("admitted", "a slot appears twice")
 
-    def _grow(self, grown: IntArray) -> None:
+    def _grow(self, grown: IntArray) -> IntArray:
         if not len(grown):
-            return
+            return NO_TRIPLES
         self._check_slots("grown", grown[:, 0])
         _check_range("grown", grown[:, 1], self.limits.num_blocks)
         pairs = grown[np.argsort(grown[:, 0], kind="stable")]
@@ -85,8 +85,9 @@ class BatchState:
         columns = np.arange(len(pairs)) - np.repeat(first - self._num_blocks[slots], counts)
         self._tables[pairs[:, 0], columns] = pairs[:, 1]
         self._num_blocks[slots] += counts
+        return np.stack((pairs[:, 0], columns, pairs[:, 1]), axis=1, dtype=np.int32)
 
-    def _advance(self, plan: StepPlan) -> StepInputs:
+    def _advance(self, plan: StepPlan, grown: IntArray) -> StepInputs:
         slots, counts, known = plan.rows.T.astype(np.int64)
         self._check_rows(slots, counts, known)
         self._check_token_ids(plan.token_ids, known)
@@ -109,6 +110,8 @@ class BatchState:
             token_ids=token_ids,
             positions=positions,
             slot_mapping=self._slot_mapping(slots[row_of], positions),
+            slots=plan.rows[:, 0],
+            grown=grown,
             cu_seqlens=cu_seqlens.astype(np.int32),
             seq_lens=ends.astype(np.int32),
             block_size=self.limits.block_size,

@@ -1,57 +1,131 @@
-"""Puts one rank's runner together: model, weights, K/V memory, sampler."""
+"""Puts one rank's runner together: model, weights, K/V memory, sampler, and on a GPU its kernels and graphs."""
 
+import structlog
 import torch
 
 from shared.errors import StartupError
 from shared.model_config import ModelConfig
 from worker_svc.config import WorkerConfig
-from worker_svc.layers.attention import AttentionBackend, TorchAttention
 from worker_svc.layers.kv_cache import KVCache, block_bytes
 from worker_svc.layers.linear import kv_heads_per_rank
+from worker_svc.layers.ops import Ops
 from worker_svc.layers.sampler import Sampler
-from worker_svc.loading import load_weights
+from worker_svc.layers.torch_ops import TorchOps
+from worker_svc.loading import fill_at_random, load_weights
 from worker_svc.model_checks import context_length, dtype_name
 from worker_svc.models.qwen3 import Qwen3ForCausalLM
 from worker_svc.parallel import TensorParallel
 from worker_svc.runner.batch import BatchState, Limits
-from worker_svc.runner.runner import ModelRunner
+from worker_svc.runner.runner import Runner, TorchRunner
 
-_ATTENTION: dict[str, type[AttentionBackend]] = {"auto": TorchAttention, "torch": TorchAttention}
+_log = structlog.get_logger(__name__)
+
+_CPU_CACHE_MIB = 1024
 
 
-def build_runner(config: WorkerConfig, model_config: ModelConfig, group: TensorParallel) -> ModelRunner:
-    """Loads the weights and takes the K/V memory. Raises StartupError for a folder that is not whole."""
+def choose_device(config: WorkerConfig, rank: int) -> torch.device:
+    """The rank's device, made current. Raises StartupError where it is not there."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise StartupError(
+            f"--device cuda: {config.tensor_parallel} GPUs are needed, there are {torch.cuda.device_count()}"
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def build_runner(
+    config: WorkerConfig, model_config: ModelConfig, group: TensorParallel, device: torch.device | None = None
+) -> Runner:
+    """Loads the weights, takes the K/V memory, captures graphs. Raises StartupError for a folder that is not whole."""
+    device = device or torch.device("cpu")
     torch.set_num_threads(config.threads)
     dtype: torch.dtype = getattr(torch, dtype_name(config, model_config))
-    context = context_length(config, model_config)
-    model = _empty_model(model_config, context, dtype, group)
-    load_weights(model, config.folder, report=group.rank == 0)
-    cache = _kv_cache(config, model_config, dtype, group)
-    limits = Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=context,
-        block_size=config.block_size,
-        num_blocks=cache.num_blocks,
-        vocabulary_size=model_config.vocabulary_size,
-    )
-    sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
-    return ModelRunner(model, cache, BatchState(limits), _ATTENTION[config.attention](), sampler)
+    kernels = _kernels(config, model_config, dtype, device)
+    model = _empty_model(model_config, context_length(config, model_config), dtype, group, kernels, device)
+    if config.load_format == "dummy":
+        fill_at_random(model, config.load_seed)
+    else:
+        load_weights(model, config.folder, report=group.rank == 0)
+    if isinstance(kernels, TorchOps):
+        return _torch_runner(config, model_config, model, group, dtype, device)
+    from worker_svc.runner.build_kernels import build_kernel_runner
+
+    return build_kernel_runner(config, model_config, model, group, device)
 
 
-def _empty_model(config: ModelConfig, context: int, dtype: torch.dtype, group: TensorParallel) -> Qwen3ForCausalLM:
+def _kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
+    """The fused kernels where they can run, torch elsewhere. Raises StartupError where they were asked for."""
+    if config.attention == "torch":
+        return TorchOps()
+    problem = _unfit(model, dtype, device)
+    if problem is None:
+        from worker_svc.layers.triton_ops import TritonOps
+
+        return TritonOps(pdl=torch.cuda.get_device_capability(device) >= (9, 0))
+    if config.attention != "auto":
+        raise StartupError(f"--attention {config.attention}: {problem}")
+    if device.type == "cuda":
+        _log.warning("the torch reference computes everything: it is slow", reason=problem)
+    return TorchOps()
+
+
+def _unfit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernels can't run."""
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if dtype == torch.float64:
+        return "there are no kernels for float64"
+    try:
+        from worker_svc.kernels.launch import HEAD_DIMS
+    except ModuleNotFoundError as missing:
+        return f"{missing}: pip install 'tandem-serve[gpu]'"
+    return None if model.head_dim in HEAD_DIMS else f"the kernels have no head_dim {model.head_dim}"
+
+
+def _empty_model(
+    config: ModelConfig, context: int, dtype: torch.dtype, group: TensorParallel, ops: Ops, device: torch.device
+) -> Qwen3ForCausalLM:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return Qwen3ForCausalLM(config, context, dtype, group).requires_grad_(False)
+        with device:
+            return Qwen3ForCausalLM(config, context, dtype, group, ops).requires_grad_(False)
     finally:
         torch.set_default_dtype(previous)
 
 
-def _kv_cache(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, group: TensorParallel) -> KVCache:
-    kv_heads = kv_heads_per_rank(model.num_kv_heads, group)
-    per_block = block_bytes(model.num_layers, config.block_size, kv_heads, model.head_dim, dtype)
-    num_blocks = group.minimum(config.num_kv_blocks or (config.kv_cache_memory << 20) // per_block)
+def _torch_runner(
+    config: WorkerConfig,
+    model_config: ModelConfig,
+    model: Qwen3ForCausalLM,
+    group: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> TorchRunner:
+    kv_heads = kv_heads_per_rank(model_config.num_kv_heads, group)
+    per_block = block_bytes(model_config.num_layers, config.block_size, kv_heads, model_config.head_dim, dtype)
+    memory = config.kv_cache_memory or _CPU_CACHE_MIB
+    num_blocks = group.minimum(config.num_kv_blocks or (memory << 20) // per_block)
     if num_blocks == 0:
-        raise StartupError(f"--kv-cache-memory {config.kv_cache_memory}: one block takes {per_block} bytes")
-    return KVCache(model.num_layers, num_blocks, config.block_size, kv_heads, model.head_dim, dtype)
+        raise StartupError(f"--kv-cache-memory {memory}: one block takes {per_block} bytes")
+    cache = KVCache(
+        model_config.num_layers, num_blocks, config.block_size, kv_heads, model_config.head_dim, dtype, device
+    )
+    batch = BatchState(make_limits(config, model_config, num_blocks))
+    sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
+    return TorchRunner(model, cache, batch, sampler, device)
+
+
+def make_limits(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> Limits:
+    """The bounds of plans."""
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=context_length(config, model),
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        vocabulary_size=model.vocabulary_size,
+    )

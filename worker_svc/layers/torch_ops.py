@@ -1,0 +1,52 @@
+"""layers.ops in plain torch: any device, any number format. The reference of the kernels."""
+
+from torch import Tensor
+from torch.nn import functional
+
+from worker_svc.layers.kv_cache import LayerCache
+from worker_svc.layers.norm import normalize
+from worker_svc.layers.ops import QKNorm
+from worker_svc.layers.rotary import rotate
+
+
+class TorchOps:
+    """See layers.ops.Ops."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See Ops."""
+        return normalize(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See Ops."""
+        residual = x + residual
+        return normalize(residual, weight, eps), residual
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See Ops."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """cos and sin, [T, 1, head_dim / 2] each."""
+        return cos[positions][:, None], sin[positions][:, None], positions
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norm: QKNorm | None,
+        rotation: tuple[Tensor, Tensor, Tensor],
+        slot_mapping: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:
+        """See Ops."""
+        kv_heads, dim = cache.key.shape[2:]
+        heads = qkv.unflatten(-1, (-1, dim))
+        query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+        if norm is not None:
+            query = normalize(query, norm.query_weight, norm.eps)
+            key = normalize(key, norm.key_weight, norm.eps)
+        cos, sin, _ = rotation
+        stored = (slot_mapping >= 0).nonzero()[:, 0]
+        for new, memory in ((rotate(key, cos, sin), cache.key), (value, cache.value)):
+            memory.flatten(0, 1).index_copy_(0, slot_mapping[stored], new[stored])
+        return rotate(query, cos, sin)

@@ -1,0 +1,56 @@
+"""layers.ops as fused Triton kernels, for bfloat16 and float32 on an NVIDIA GPU."""
+
+import torch
+from torch import Tensor
+
+from worker_svc.kernels import rope
+from worker_svc.kernels.activation import silu_and_mul
+from worker_svc.kernels.norm import add_rms_norm, rms_norm
+from worker_svc.layers.kv_cache import LayerCache
+from worker_svc.layers.ops import QKNorm
+
+
+class TritonOps:
+    """See layers.ops.Ops."""
+
+    def __init__(self, pdl: bool) -> None:
+        """`pdl` launches kernels before the one ahead has ended: compute capability 9.0 and newer."""
+        self._pdl = pdl
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See Ops."""
+        out = torch.empty_like(x)
+        rms_norm(x, weight, eps, out=out, pdl=self._pdl)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See Ops: `residual` is updated, `x` becomes the norm."""
+        add_rms_norm(x, residual, weight, eps, out=x, pdl=self._pdl)
+        return x, residual
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See Ops."""
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        silu_and_mul(gate_up, out=out, pdl=self._pdl)
+        return out
+
+    def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables themselves: the kernel looks up what it needs."""
+        return cos, sin, positions
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norm: QKNorm | None,
+        rotation: tuple[Tensor, Tensor, Tensor],
+        slot_mapping: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:
+        """See Ops. The queries are a view of `qkv`."""
+        cos, sin, positions = rotation
+        kernel_norm = norm and rope.QKNorm(norm.query_weight, norm.key_weight, norm.eps)
+        rope.rotate_and_store(
+            qkv, positions, slot_mapping, cos, sin, kernel_norm, cache.key, cache.value, pdl=self._pdl
+        )
+        kv_heads, dim = cache.key.shape[2:]
+        return qkv[:, : qkv.shape[1] - 2 * kv_heads * dim].unflatten(-1, (-1, dim))

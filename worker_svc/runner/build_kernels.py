@@ -1,0 +1,143 @@
+"""Puts the kernel runner of one GPU together, and measures what memory is left for K/V."""
+
+import structlog
+import torch
+
+from shared.errors import StartupError
+from shared.model_config import ModelConfig
+from worker_svc.config import WorkerConfig
+from worker_svc.layers.kv_cache import KVCache, block_bytes
+from worker_svc.layers.linear import kv_heads_per_rank
+from worker_svc.layers.paged_attention import FlashAttention3, Heads
+from worker_svc.layers.sampler import Sampler
+from worker_svc.parallel import TensorParallel
+from worker_svc.runner.batch import BatchState
+from worker_svc.runner.build import make_limits
+from worker_svc.runner.device_state import DeviceState
+from worker_svc.runner.kernel_runner import KernelRunner
+from worker_svc.runner.lanes import Lanes, cuda_lanes
+from worker_svc.runner.programs import Programs
+from worker_svc.runner.runner import CausalModel
+from worker_svc.runner.step_kernels import GpuAttention, StepKernels
+
+_log = structlog.get_logger(__name__)
+
+_RESERVE = 256 << 20  # for what libraries take later, and for torch's own fragmentation
+_PER_GRAPH = 4 << 20  # of launch parameters, beside the tensors that all graphs share
+
+
+def build_kernel_runner(
+    config: WorkerConfig, model_config: ModelConfig, model: CausalModel, group: TensorParallel, device: torch.device
+) -> KernelRunner:
+    """Raises StartupError where memory is short or an attention that was asked for is not installed."""
+    attention = _attention(config, model_config, model, group, device)
+    per_block = _block_bytes(config, model_config, model, group)
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        num_blocks = _memory_left(config, model_config, model, group, attention, device) // per_block
+    num_blocks = group.minimum(num_blocks)
+    if num_blocks <= 0:
+        raise StartupError("no memory is left for K/V: lower --max-num-seqs or --max-num-batched-tokens")
+    parts = RunnerParts(config, model_config, model, group, attention, num_blocks, device)
+    if not config.enforce_eager:
+        parts.programs.capture(report=group.rank == 0)
+    most_changes = len(parts.state.values)
+    return parts.runner(cuda_lanes(most_changes, config.max_num_seqs, device))
+
+
+class RunnerParts:
+    """Everything of a runner that depends on its K/V memory."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model_config: ModelConfig,
+        model: CausalModel,
+        group: TensorParallel,
+        attention: GpuAttention,
+        num_blocks: int,
+        device: torch.device,
+    ) -> None:
+        kv_heads = kv_heads_per_rank(model_config.num_kv_heads, group)
+        dtype = model.head.weight.dtype
+        self.cache = KVCache(
+            model_config.num_layers, num_blocks, config.block_size, kv_heads, model_config.head_dim, dtype, device
+        )
+        limits = make_limits(config, model_config, num_blocks)
+        self.batch = BatchState(limits)
+        self.state = DeviceState(limits, device)
+        self.kernels = StepKernels(model, self.cache, self.state, limits, attention)
+        self.programs = Programs(self.kernels, limits, mixed=attention.flash is not None)
+        self.sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
+        self._name = attention.name
+
+    def runner(self, lanes: Lanes) -> KernelRunner:
+        """All of it as one."""
+        return KernelRunner(
+            self._name, self.cache, self.batch, self.state, self.kernels, self.programs, self.sampler, lanes
+        )
+
+
+def _attention(
+    config: WorkerConfig, model_config: ModelConfig, model: CausalModel, group: TensorParallel, device: torch.device
+) -> GpuAttention:
+    heads = Heads(
+        model_config.num_heads // group.size,
+        kv_heads_per_rank(model_config.num_kv_heads, group),
+        model_config.head_dim,
+        model.head.weight.dtype,
+    )
+    pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+    flash = None
+    if config.attention != "triton":
+        problem = _flash_unfit(heads, device)
+        if problem is None:
+            flash = FlashAttention3(heads, config.block_size)
+        elif config.attention == "fa3":
+            raise StartupError(f"--attention fa3: {problem}")
+        else:
+            _log.warning("the torch reference computes attention of prompts: it is slow", reason=problem)
+    return GpuAttention(flash, own_decode=config.attention != "fa3", pdl=pdl)
+
+
+def _flash_unfit(heads: Heads, device: torch.device) -> str | None:
+    """Why FlashAttention-3 can't run."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "FlashAttention-3 needs a GPU of compute capability 9"
+    if heads.dtype != torch.bfloat16:
+        return f"FlashAttention-3 does not compute in {str(heads.dtype).removeprefix('torch.')}"
+    try:
+        import flash_attn_interface  # noqa: F401
+    except ImportError as missing:
+        return f"FlashAttention-3 is not installed ({missing})"
+    return None
+
+
+def _block_bytes(config: WorkerConfig, model_config: ModelConfig, model: CausalModel, group: TensorParallel) -> int:
+    kv_heads = kv_heads_per_rank(model_config.num_kv_heads, group)
+    dtype = model.head.weight.dtype
+    return block_bytes(model_config.num_layers, config.block_size, kv_heads, model_config.head_dim, dtype)
+
+
+def _memory_left(
+    config: WorkerConfig,
+    model_config: ModelConfig,
+    model: CausalModel,
+    group: TensorParallel,
+    attention: GpuAttention,
+    device: torch.device,
+) -> int:
+    """Bytes for K/V, measured: the largest steps run with one block, then what they left free is read."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory << 20
+    parts = RunnerParts(config, model_config, model, group, attention, 1, device)
+    parts.programs.warm_up()
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
+    del parts
+    torch.cuda.empty_cache()
+    graphs = 0 if config.enforce_eager else peak + _PER_GRAPH * 100
+    budget = int(total * config.gpu_memory_utilization) - (total - free) - graphs - _RESERVE
+    _log.info("GPU memory", total_gib=total >> 30, left_for_kv_gib=round(budget / (1 << 30), 1))
+    return budget

@@ -1,0 +1,134 @@
+"""One step on a GPU, from rows to sampled tokens, as a sequence of launches that read all values on the device.
+
+Shapes are those of a bucket, so a call can be captured in a CUDA graph and replayed for any rows that fit in it. Knows
+no plan; what the rows are stands in the device state.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker_svc.kernels.prepare import RowInputs, TokenInputs, append_tokens, prepare_decode, prepare_mixed
+from worker_svc.kernels.sampling import choose_tokens, gumbel_candidates
+from worker_svc.kernels.top_k import top_candidates
+from worker_svc.layers.attention import ForwardInputs, StepAttention
+from worker_svc.layers.kv_cache import KVCache
+from worker_svc.layers.paged_attention import DecodeAttention, FlashAttention3
+from worker_svc.runner.batch import Limits
+from worker_svc.runner.device_state import DeviceState
+from worker_svc.runner.runner import CausalModel
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAttention:
+    """What computes attention on a GPU."""
+
+    flash: FlashAttention3 | None
+    """For rows of any length; None: the torch reference, which can't be captured."""
+    own_decode: bool
+    """The Triton kernel for rows of one token."""
+    pdl: bool
+    """Programmatic dependent launch: compute capability 9.0 and newer."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        rest = "torch" if self.flash is None else "fa3"
+        return f"triton+{rest}" if self.own_decode else rest
+
+
+class StepKernels:
+    """The static tensors of a step and what is launched on them."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: KVCache,
+        state: DeviceState,
+        limits: Limits,
+        attention: GpuAttention,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._state = state
+        self._block_size = limits.block_size
+        self._attention = attention
+        device, weight = state.values.device, model.head.weight
+        slots = limits.max_num_seqs
+        tokens = max(limits.max_num_batched_tokens, slots)
+        empty = torch.zeros(3, tokens, dtype=torch.int32, device=device)
+        self._tokens = TokenInputs(empty[0], empty[1], empty[2])
+        self._seq_lens = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(slots, limits.blocks_per_sequence, dtype=torch.int32, device=device)
+        self._last_index = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._sampling_slots = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._counting = torch.arange(slots + 1, dtype=torch.int32, device=device)
+        self.logits = torch.zeros(slots, weight.shape[0], dtype=weight.dtype, device=device)
+        """[S, tokens of this rank]: one row per row of the step."""
+        self.sampled = torch.zeros(2, slots, dtype=torch.int32, device=device)
+        """Token ids, and 1 where a row failed."""
+
+    def decode(self, rows: int) -> None:
+        """Rows of one token each, the last sampled one of their slots."""
+        state, pdl = self._state, self._attention.pdl
+        slots, tokens, seq_lens = state.row_slots[:rows], self._first_tokens(rows), self._seq_lens[:rows]
+        prepare_decode(slots, state.slots, self._block_size, out=tokens, seq_lens=seq_lens)
+        attention: StepAttention
+        if self._attention.own_decode:
+            attention = DecodeAttention(state.slots.block_tables, slots, seq_lens, pdl)
+        else:
+            assert self._attention.flash is not None
+            tables = state.slots.block_tables.index_select(0, slots.clamp(min=0))
+            attention = self._attention.flash.prepare(self._counting[: rows + 1], seq_lens, tables, 1)
+        self._sample(self._forward(tokens, attention), slots)
+
+    def mixed(self, tokens: int, rows: int, attention: StepAttention | None = None) -> None:
+        """Rows of any number of tokens. `attention` stands in where there is no FlashAttention."""
+        state = self._state
+        inputs = self._first_tokens(tokens)
+        row_inputs = RowInputs(
+            self._seq_lens[:rows], self._tables[:rows], self._last_index[:rows], self._sampling_slots[:rows]
+        )
+        cu_seqlens = state.cu_seqlens[: rows + 1]
+        prepare_mixed(
+            state.known_ids[:tokens],
+            state.row_slots[:rows],
+            state.starts[:rows],
+            cu_seqlens,
+            state.slots,
+            self._block_size,
+            out=inputs,
+            rows=row_inputs,
+        )
+        if attention is None:
+            assert self._attention.flash is not None
+            attention = self._attention.flash.prepare(cu_seqlens, row_inputs.seq_lens, row_inputs.block_tables, tokens)
+        hidden = self._forward(inputs, attention)
+        self._sample(hidden.index_select(0, row_inputs.last_index), row_inputs.sampling_slots)
+
+    def _first_tokens(self, count: int) -> TokenInputs:
+        all_tokens = self._tokens
+        return TokenInputs(all_tokens.token_ids[:count], all_tokens.positions[:count], all_tokens.slot_mapping[:count])
+
+    def _forward(self, tokens: TokenInputs, attention: StepAttention) -> Tensor:
+        inputs = ForwardInputs(tokens.token_ids, tokens.positions, tokens.slot_mapping, attention)
+        return self._model(inputs, self._cache.layers)
+
+    def _sample(self, hidden: Tensor, slots: Tensor) -> None:
+        """Samples where the slot is not -1, and takes the tokens into the state."""
+        head, sampling, pdl, rows = self._model.head, self._state.sampling, self._attention.pdl, len(slots)
+        logits = head.logits(hidden, out=self.logits[:rows])[:, : head.num_valid]
+        candidates = gumbel_candidates(logits, slots, sampling, first_token=head.start, pdl=pdl)
+        top = top_candidates(logits, slots, sampling, first_token=head.start, pdl=pdl)
+        tokens, failed = self.sampled[0, :rows], self.sampled[1, :rows]
+        choose_tokens(
+            head.group.all_gather(candidates).flatten(0, 1),
+            head.group.all_gather(top),
+            slots,
+            sampling,
+            tokens=tokens,
+            failed=failed,
+            pdl=pdl,
+        )
+        append_tokens(slots, tokens, self._state.slots, pdl=pdl)
