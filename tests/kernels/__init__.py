@@ -1,0 +1,36 @@
+"""The kernels against float64: compiled where there is a GPU, else in Triton's interpreter, with smaller shapes."""
+
+import os
+
+import torch
+from torch import Tensor
+
+COMPILED = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if COMPILED else "cpu")
+if not COMPILED:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Whatever a kernel doesn't write shows."""
+    if dtype.is_floating_point:
+        return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+    return torch.full(shape, -77, dtype=dtype, device=DEVICE)
+
+
+def ints(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """In the norm of the difference; `expected` in float64. NaN never passes."""
+    difference = (actual.double().cpu() - expected.cpu()).norm()
+    bound = 1e-2 if actual.dtype == torch.bfloat16 else 1e-5
+    assert float(difference) <= bound * float(expected.cpu().norm())

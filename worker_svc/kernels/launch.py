@@ -1,0 +1,69 @@
+"""What all kernels share: programmatic dependent launch, and what the interpreter can't do.
+
+Programmatic dependent launch (compute capability 9.0) starts a kernel while the one before it still runs. A kernel so
+launched must wait before it reads what that one wrote or writes what it read; what older kernels wrote is there.
+"""
+
+import os
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from shared.errors import StartupError
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+HEAD_DIMS = (32, 64, 128)
+
+
+@triton.jit
+def release_next(PDL: tl.constexpr) -> None:
+    """Lets the next kernel start as soon as all programs of this one have come here or ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr) -> None:
+    """Waits until the kernel before has ended and its writes are visible. Every kernel calls it: else the one after
+    could overtake the one before."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """Keywords of a launch with or without programmatic dependent launch."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+@triton.jit
+def dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """a @ b in float32, without rounding float32 operands to tf32; some interpreters get bfloat16 products wrong."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def fast_log2(x: tl.tensor) -> tl.tensor:
+    """One instruction where tl.log2 is a polynomial: absolute error below 2^-22 near 1, relative elsewhere."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return libdevice.fast_log2f(x)
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raises StartupError for a head size that the kernels don't have."""
+    if head_dim not in HEAD_DIMS:
+        raise StartupError(f"head_dim {head_dim}: the Triton kernels have {HEAD_DIMS}; use the torch backend")
+
+
+def row_stride(x: Tensor) -> int:
+    """Elements between rows of a tensor whose rows are contiguous."""
+    assert x.stride(-1) == 1, "rows are contiguous"
+    return x.stride(0)
