@@ -1,0 +1,133 @@
+"""The kernel runner gives the tokens that the torch runner gives, here on a CPU in Triton's interpreter, uncaptured."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shared.model_config import load_model_config
+from shared.types import DEPTH_LIMIT, IntArray, RowSampling, TokenMask
+from tests.worker.model_folder import VOCABULARY, write_model
+from tests.worker.planner import BLOCK, GREEDY, Planner
+from worker_svc.config import WorkerConfig
+from worker_svc.layers.triton_ops import TritonOps
+from worker_svc.loading import load_weights
+from worker_svc.models.qwen3 import Qwen3ForCausalLM
+from worker_svc.parallel import TensorParallel
+from worker_svc.runner.build import build_runner
+from worker_svc.runner.build_kernels import RunnerParts
+from worker_svc.runner.kernel_runner import KernelRunner
+from worker_svc.runner.lanes import Lanes
+from worker_svc.runner.step_kernels import GpuAttention
+
+KINDS = {
+    "greedy": GREEDY,
+    "sampled": RowSampling(temperature=1.3, seed=(7 << 32) + 1),
+    "narrow": RowSampling(temperature=1.5, top_k=40, top_p=0.95, min_p=0.01, seed=5),
+    "filtered": RowSampling(temperature=1.2, top_p=0.9, seed=6),
+    "ending": RowSampling(temperature=1.0, seed=8, min_tokens=3, suppressed_ids=(3, 17, 200)),
+}
+
+
+@dataclass
+class HostLane:
+    """Copies where there is no device to copy to."""
+
+    sampled: list[IntArray] = field(default_factory=list)
+
+    def upload(self, changes: IntArray) -> torch.Tensor:
+        return torch.from_numpy(changes.copy())
+
+    def download(self, sampled: torch.Tensor) -> None:
+        self.sampled = [sampled.numpy().copy()]
+
+    def wait(self) -> IntArray:
+        return self.sampled.pop()
+
+
+@pytest.fixture(scope="module")
+def planners(tmp_path_factory: pytest.TempPathFactory) -> tuple[Planner, Planner]:
+    """The same plans for the torch runner and for the kernel runner, in float32."""
+    folder = write_model(tmp_path_factory.mktemp("model"))
+    config = WorkerConfig(
+        str(folder), dtype="float32", block_size=BLOCK, num_kv_blocks=64, max_num_seqs=6, max_num_batched_tokens=96
+    )
+    return Planner(build_runner(config, load_model_config(folder), TensorParallel())), Planner(_kernel_runner(config))
+
+
+def _kernel_runner(config: WorkerConfig) -> KernelRunner:
+    model_config, group = load_model_config(Path(config.model)), TensorParallel()
+    model = Qwen3ForCausalLM(model_config, 512, torch.float32, group, TritonOps(pdl=False)).requires_grad_(False)
+    load_weights(model, config.folder, report=False)
+    attention = GpuAttention(flash=None, own_decode=True, pdl=False)
+    parts = RunnerParts(config, model_config, model, group, attention, 64, torch.device("cpu"))
+    return parts.runner(Lanes([HostLane() for _ in range(DEPTH_LIMIT + 1)]))
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+
+
+def test_sequences_of_all_kinds_join_one_by_one(planners: tuple[Planner, Planner]) -> None:
+    """Prompts in chunks beside decode rows, then decode rows alone; slots are taken again in a second epoch."""
+    for epoch in range(2):
+        outputs = []
+        for planner in planners:
+            planner.open()
+            planner.next_block = 0
+            for slot, sampling in enumerate(KINDS.values()):
+                planner.admit(slot, prompt_of(11 + 13 * slot, epoch + slot), sampling)
+                planner.step([(other, min(9, planner.remaining(other))) for other in range(slot + 1)])
+            for _ in range(12):
+                planner.step([(slot, min(9, planner.remaining(slot))) for slot in range(len(KINDS))])
+            outputs.append([planner.sequences[slot].tokens for slot in range(len(KINDS))])
+        assert outputs[0] == outputs[1]
+        assert all(len(tokens) > 15 + 13 * slot for slot, tokens in enumerate(outputs[0]))
+
+
+def test_plans_ahead_of_results(planners: tuple[Planner, Planner]) -> None:
+    """Tokens are fed back on the device while their results are still to be read."""
+    reference, planner = planners
+    prompt = prompt_of(21, 3)
+    expected = []
+    for one in planners:
+        one.open()
+        one.next_block = 0
+        one.admit(0, prompt, KINDS["sampled"])
+    expected = reference.generate(0, 4)
+    plans = [planner.plan([(0, 21)])[0], *(planner.plan([(0, 1)])[0] for _ in range(3))]
+    pending = [planner.runner.step(plan) for plan in plans]
+    assert [int(tokens.to_host()[0][0]) for tokens in pending] == expected
+
+
+def test_masks_and_rows_that_fail(planners: tuple[Planner, Planner]) -> None:
+    bits = np.zeros(VOCABULARY, dtype=bool)
+    bits[[3, 17, 299]] = True
+    allowed, nothing = np.packbits(bits, bitorder="little").tobytes(), bytes(-(-VOCABULARY // 8))
+    results = []
+    for planner in planners:
+        planner.open()
+        planner.next_block = 0
+        for slot in range(3):
+            planner.admit(slot, prompt_of(5, slot), KINDS["sampled"])
+        masks = (TokenMask(0, allowed), TokenMask(1, nothing))
+        results.append(planner.step([(0, 5), (1, 5), (2, 5)], masks=masks))
+        results[-1] += planner.step([(0, 1), (2, 1)])
+    assert results[0] == results[1]
+    assert results[0][0] in (3, 17, 299) and results[0][1] == -1
+
+
+def test_a_heartbeat_changes_nothing(planners: tuple[Planner, Planner]) -> None:
+    results = []
+    for planner in planners:
+        planner.open()
+        planner.next_block = 0
+        planner.admit(2, prompt_of(12, 9), KINDS["narrow"])
+        tokens = planner.step([])
+        for _ in range(3):
+            tokens += planner.step([(2, planner.remaining(2))])
+            assert planner.step([]) == []
+        results.append(tokens)
+    assert results[0] == results[1]
