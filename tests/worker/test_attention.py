@@ -46,9 +46,7 @@ def tensors(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return q, k, v, cache
 
 
-def attend(
-    inputs: StepInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache
-) -> torch.Tensor:
+def attend(inputs: StepInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> torch.Tensor:
     """Stores K/V at unrotated positions, then attends."""
     still = torch.ones(1, DIM // 2, dtype=torch.float64), torch.zeros(1, DIM // 2, dtype=torch.float64)
     rotation = OPS.rotation(*still, torch.zeros(len(q), dtype=torch.int64))

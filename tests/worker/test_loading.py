@@ -13,9 +13,9 @@ from shared.model_config import load_model_config
 from tests.worker.model_folder import VOCABULARY, edit_config, write_model
 from tests.worker.planner import make_runner
 from worker_svc.config import WorkerConfig
+from worker_svc.layers.torch_ops import TorchOps
 from worker_svc.loading import load_weights
 from worker_svc.model_checks import check_model
-from worker_svc.layers.torch_ops import TorchOps
 from worker_svc.models.qwen3 import Qwen3ForCausalLM
 from worker_svc.parallel import TensorParallel
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.types import IntArray
 from worker_svc.layers.filters import filter_logits
 from worker_svc.layers.noise import exponential, row_keys, torch_noise_bits
 from worker_svc.layers.norm import wide
-from shared.types import IntArray
 from worker_svc.parallel import TensorParallel
 from worker_svc.step_inputs import LongArray, SamplingInputs
 

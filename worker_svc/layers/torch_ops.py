@@ -40,7 +40,7 @@ class TorchOps:
     ) -> Tensor:
         """See Ops."""
         kv_heads, dim = cache.key.shape[2:]
-        heads = qkv.unflatten(-1, (-1, dim))
+        heads = qkv.view(len(qkv), -1, dim)
         query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
         if norm is not None:
             query = normalize(query, norm.query_weight, norm.eps)

@@ -48,9 +48,9 @@ class TritonOps:
     ) -> Tensor:
         """See Ops. The queries are a view of `qkv`."""
         cos, sin, positions = rotation
-        kernel_norm = norm and rope.QKNorm(norm.query_weight, norm.key_weight, norm.eps)
+        kernel_norm = None if norm is None else rope.QKNorm(norm.query_weight, norm.key_weight, norm.eps)
         rope.rotate_and_store(
             qkv, positions, slot_mapping, cos, sin, kernel_norm, cache.key, cache.value, pdl=self._pdl
         )
         kv_heads, dim = cache.key.shape[2:]
-        return qkv[:, : qkv.shape[1] - 2 * kv_heads * dim].unflatten(-1, (-1, dim))
+        return qkv.view(len(qkv), -1, dim)[:, : -2 * kv_heads]

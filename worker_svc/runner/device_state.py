@@ -11,7 +11,6 @@ from itertools import accumulate
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from shared.types import Admission, IntArray
 from worker_svc.kernels.prepare import SlotState

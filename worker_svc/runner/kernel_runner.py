@@ -125,7 +125,7 @@ class KernelRunner:
 
 
 def _others(sampling: SamplingInputs) -> LongArray:
-    """Which of the sampling rows need the whole distribution, a mask, or more suppressed tokens than the kernels keep."""
+    """The sampling rows that need a whole distribution, a mask, or more suppressed tokens than the kernels know."""
     other = sampling.filtered & ~((sampling.top_k > 0) & (sampling.top_k <= MAX_TOP_K))
     other[[row for row, _ in sampling.masks]] = True
     if len(sampling.suppressed):

@@ -1,7 +1,7 @@
 """Copies between host and GPU of steps in flight, beside the stream that computes.
 
-A lane is the memory of one step: what it sends, what it brings back. A step takes one and whoever reads its tokens gives
-it back, so at most as many steps are in flight as there are lanes.
+A lane is the memory of one step: what it sends, what it brings back. A step takes one and whoever reads its tokens
+gives it back, so at most as many steps are in flight as there are lanes.
 """
 
 import queue
@@ -71,7 +71,7 @@ class CudaLane:
         self._sampled = torch.empty(2, rows, dtype=torch.int32, device=device)
         self._host = torch.empty(2, rows, dtype=torch.int32, pin_memory=True)
         self._up, self._down = streams
-        self._uploaded, self._computed, self._downloaded = (torch.cuda.Event() for _ in range(3))
+        self._uploaded, self._computed, self._downloaded = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
 
     def upload(self, changes: IntArray) -> Tensor:
         """See Lane."""
@@ -101,5 +101,5 @@ class CudaLane:
 
 def cuda_lanes(most_changes: int, rows: int, device: torch.device) -> Lanes:
     """One more than a scheduler may have steps out."""
-    streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+    streams = tuple(torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
     return Lanes([CudaLane(most_changes, rows, device, streams) for _ in range(DEPTH_LIMIT + 1)])

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any, TypeAlias
 
 import structlog
 import torch
@@ -20,7 +21,7 @@ from worker_svc.runner.step_kernels import StepKernels
 
 _log = structlog.get_logger(__name__)
 
-_Key = tuple[int, ...]  # (rows,) of a decode step, (tokens, rows) of a mixed one
+_Key: TypeAlias = tuple[int, ...]  # (rows,) of a decode step, (tokens, rows) of a mixed one
 
 
 class Programs:
@@ -70,10 +71,12 @@ class Programs:
             graph.replay()
 
     def _call(self, key: _Key) -> Callable[[], None]:
-        return partial(self._kernels.decode if len(key) == 1 else self._kernels.mixed, *key)
+        if len(key) == 1:
+            return partial(self._kernels.decode, key[0])
+        return partial(self._kernels.mixed, key[0], key[1])
 
 
-def _captured(step: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
+def _captured(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     """Runs it once before, for what the first call of a kernel does besides."""
     step()
     torch.cuda.synchronize()

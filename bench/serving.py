@@ -1,0 +1,147 @@
+"""A model through the services: `python -m bench.serving [--model NAME] [--json FILE]`.
+
+`tandem worker` and `tandem scheduler` as an operator starts them, and client processes that stream over gRPC.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.work import Item, bench_model, equal_lengths, mixed_lengths
+from shared.ports import find_free
+from shared.process import spawn, stop
+from shared.rpc import until_serving
+
+NOT_MEASURED = "Not measured: a network, tokenizing. Clients, frontends, core and worker share this machine's cores."
+CONTEXT = 4096
+_LEAD_S = 4.0  # until all clients have started and connected
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One batch of requests, offered all at once."""
+
+    what: str
+    tokens_per_second: int
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    tpot_ms: float
+    """Mean over the streams of (last - first) / (tokens - 1)."""
+
+
+def main(
+    model: Annotated[str, typer.Option(help="qwen3-0.6b, qwen3-8b, or a model folder")] = "qwen3-0.6b",
+    batches: Annotated[str, typer.Option(help="batch sizes of the decode points")] = "1,8,64,256",
+    frontends: Annotated[int, typer.Option(help="frontend processes")] = 4,
+    clients: Annotated[int, typer.Option(help="client processes")] = 4,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 4096,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the points here")] = None,
+) -> None:
+    """Prints a table."""
+    points = []
+    with (
+        bench_model(model) as (folder, load_format),
+        _services(folder, load_format, frontends, max_num_batched_tokens) as endpoint,
+    ):
+        measure(endpoint, "warm-up", equal_lengths(16, 128, 16), clients)
+        for batch in (int(size) for size in batches.split(",")):
+            points.append(measure(endpoint, f"decode, batch {batch}", equal_lengths(batch, 128, 256, batch), clients))
+        points.append(measure(endpoint, "mixed work", mixed_lengths(), clients))
+    _print(model, points)
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(point) for point in points], indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _services(folder: Path, load_format: str, frontends: int, max_num_batched_tokens: int) -> Iterator[str]:
+    """The endpoint of running services; stopped at the end."""
+    endpoint, worker_port = f"127.0.0.1:{(port := find_free('127.0.0.1'))}", find_free("127.0.0.1")
+    sizes = ["--max-num-seqs", "256", "--max-num-batched-tokens", str(max_num_batched_tokens)]
+    started = [
+        spawn(
+            "tandem",
+            ["worker", "--model", str(folder), "--load-format", load_format, "--port", str(worker_port)]
+            + ["--max-model-len", str(CONTEXT), *sizes],
+        ),
+        spawn(
+            "tandem",
+            ["scheduler", "--model", str(folder), "--port", str(port), "--workers", f"127.0.0.1:{worker_port}"]
+            + ["--frontends", str(frontends)],
+        ),
+    ]
+    try:
+        asyncio.run(asyncio.wait_for(until_serving(endpoint, "tandem.Active"), 180))
+        yield endpoint
+    finally:
+        asyncio.run(stop(started, 10.0))
+
+
+def measure(endpoint: str, what: str, items: list[Item], clients: int) -> Point:
+    """Offers all requests at once from several processes."""
+    with TemporaryDirectory() as scratch:
+        start = time.time() + _LEAD_S
+        outputs = [Path(scratch) / f"{number}.npz" for number in range(min(clients, len(items)))]
+        readers = [
+            _client(endpoint, start, output, items[number :: len(outputs)]) for number, output in enumerate(outputs)
+        ]
+        for reader in readers:
+            if reader.wait() != 0:
+                sys.exit("a client failed: see its message above")
+        seen = [np.load(output) for output in outputs]
+    first, last, tokens, gaps = (np.concatenate([file[name] for file in seen]) for name in _COLUMNS)
+    ttft = (first - start) * 1e3
+    return Point(
+        what=what,
+        tokens_per_second=round(float(tokens.sum() / (last.max() - start))),
+        ttft_p50_ms=_percentile(ttft, 50),
+        ttft_p99_ms=_percentile(ttft, 99),
+        gap_p50_ms=_percentile(gaps * 1e3, 50),
+        gap_p99_ms=_percentile(gaps * 1e3, 99),
+        tpot_ms=round(float(((last - first) / (tokens - 1)).mean() * 1e3), 3),
+    )
+
+
+_COLUMNS = ("first", "last", "tokens", "gaps")
+
+
+def _client(endpoint: str, start: float, output: Path, items: list[Item]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "bench.work_client", endpoint, str(start), str(output)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps([(item.prompt, item.output_length) for item in items]).encode())
+    process.stdin.close()
+    return process
+
+
+def _percentile(values: "np.typing.NDArray[np.float64]", share: int) -> float:
+    return round(float(np.percentile(values, share)), 2)
+
+
+def _print(model: str, points: list[Point]) -> None:
+    table = Table(title=f"{model} through the services")
+    for name in Point.__dataclass_fields__:
+        table.add_column(name.replace("_", " "), justify="left" if name == "what" else "right")
+    for point in points:
+        table.add_row(*(value if isinstance(value, str) else f"{value:,}" for value in asdict(point).values()))
+    console = Console(width=130)
+    console.print(table)
+    console.print(NOT_MEASURED)
+
+
+if __name__ == "__main__":
+    typer.run(main)

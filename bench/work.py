@@ -1,0 +1,73 @@
+"""What the benchmarks of whole models compute, and the model shapes that they know by name."""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tandem.models import model_folder
+from tandem.tiny import DENSE
+
+TEMPERATURE = 0.6
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151_645,
+}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
+SHAPES: dict[str, dict[str, Any]] = {
+    name: {**_QWEN3, **dict(zip(_SIZES, sizes, strict=True))}
+    for name, sizes in {
+        "qwen3-0.6b": (1024, 3072, 28, 16, True),
+        "qwen3-8b": (4096, 12_288, 36, 32, False),
+    }.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One request."""
+
+    prompt: list[int]
+    output_length: int
+
+
+def mixed_lengths() -> list[Item]:
+    """The work of nano-vllm's bench.py: 256 requests, prompts and outputs of 100 to 1,024 tokens, 133,966 of output."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    return [Item(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+def equal_lengths(count: int, prompt_length: int, output_length: int, seed: int = 1) -> list[Item]:
+    """`count` requests of random tokens."""
+    rng = random.Random(seed)
+    return [Item([rng.randint(0, 10_000) for _ in range(prompt_length)], output_length) for _ in range(count)]
+
+
+@contextmanager
+def bench_model(name: str) -> Iterator[tuple[Path, str]]:
+    """The folder of a model and how to load it: a shape by name gets random weights, and the tiny model's tokenizer."""
+    if name not in SHAPES:
+        yield model_folder(name), "auto"
+        return
+    with TemporaryDirectory(prefix="bench-model-") as scratch:
+        folder = Path(scratch) / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DENSE / file, folder)
+        yield folder, "dummy"
