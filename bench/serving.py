@@ -71,18 +71,13 @@ def main(
 def _services(folder: Path, load_format: str, frontends: int, max_num_batched_tokens: int) -> Iterator[str]:
     """The endpoint of running services; stopped at the end."""
     endpoint, worker_port = f"127.0.0.1:{(port := find_free('127.0.0.1'))}", find_free("127.0.0.1")
+    model = ["--model", str(folder)]
     sizes = ["--max-num-seqs", "256", "--max-num-batched-tokens", str(max_num_batched_tokens)]
+    lengths = ["--max-model-len", str(CONTEXT), "--load-format", load_format]
+    workers = ["--workers", f"127.0.0.1:{worker_port}", "--frontends", str(frontends)]
     started = [
-        spawn(
-            "tandem",
-            ["worker", "--model", str(folder), "--load-format", load_format, "--port", str(worker_port)]
-            + ["--max-model-len", str(CONTEXT), *sizes],
-        ),
-        spawn(
-            "tandem",
-            ["scheduler", "--model", str(folder), "--port", str(port), "--workers", f"127.0.0.1:{worker_port}"]
-            + ["--frontends", str(frontends)],
-        ),
+        spawn("tandem", ["worker", *model, "--port", str(worker_port), *lengths, *sizes]),
+        spawn("tandem", ["scheduler", *model, "--port", str(port), *workers]),
     ]
     try:
         asyncio.run(asyncio.wait_for(until_serving(endpoint, "tandem.Active"), 180))

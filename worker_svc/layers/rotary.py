@@ -10,7 +10,7 @@ from worker_svc.layers.norm import wide
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every position, [positions, head_dim / 2] each, in float64 and kept in the wide format of `dtype`."""
+    """cos and sin, [positions, head_dim / 2] each: computed in float64, kept in the wide format of `dtype`."""
 
     cos: Tensor
     sin: Tensor

@@ -41,7 +41,7 @@ class TorchOps:
         """See Ops."""
         kv_heads, dim = cache.key.shape[2:]
         heads = qkv.view(len(qkv), -1, dim)
-        query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+        query, key, value = heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
         if norm is not None:
             query = normalize(query, norm.query_weight, norm.eps)
             key = normalize(key, norm.key_weight, norm.eps)
