@@ -137,18 +137,23 @@ def choose_tokens(
 
 
 @triton.jit
+def order(value: tl.tensor) -> tl.tensor:
+    """An int32 that orders as the float32 does."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 equals 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def pack(value: tl.tensor, token: tl.tensor) -> tl.tensor:
     """A float32 value and a token in one int64 that orders by value, then by the lower token."""
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 equals 0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    return (order(value).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @triton.jit
 def unpack_value(candidate: tl.tensor) -> tl.tensor:
     """The float32 of a candidate."""
-    order = (candidate >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    bits = (candidate >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -282,8 +287,7 @@ def _choose_kernel(
             i = tl.arange(0, _TOP << LOG_RANKS)
             at = (i // _TOP * rows + row) * _TOP + i % _TOP
             top = tl.load(top_ptr + at, mask=i // _TOP < ranks, other=-(2**63))
-            if LOG_RANKS > 0:
-                top = largest(top, LOG_RANKS + _LOG_TOP, _LOG_TOP)
+            top = largest(top, LOG_RANKS + _LOG_TOP, _LOG_TOP)
             first_key, second_key = row_keys(tl.load(seeds_ptr + slot), tl.load(positions_ptr + slot))
             noise = gumbel(noise_bits(first_key, second_key, unpack_token(top)))
             value = unpack_value(top) * (_LOG2_E / tl.load(temperature_ptr + slot))
