@@ -19,11 +19,13 @@ from rich.table import Table
 from torch import Tensor
 
 from worker_svc.kernels.activation import silu_and_mul
+from worker_svc.kernels.candidates import SlotSampling
+from worker_svc.kernels.choose import choose_tokens
+from worker_svc.kernels.gumbel import gumbel_candidates
 from worker_svc.kernels.norm import add_rms_norm
 from worker_svc.kernels.paged_attention import num_splits, paged_attention
 from worker_svc.kernels.prepare import SlotState, TokenInputs, append_tokens, prepare_decode
 from worker_svc.kernels.rope import QKNorm, rotate_and_store
-from worker_svc.kernels.sampling import SlotSampling, choose_tokens, gumbel_candidates
 from worker_svc.kernels.top_k import top_candidates
 
 NOT_MEASURED = (

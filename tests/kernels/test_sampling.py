@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels import COMPILED, DEVICE, DTYPES, ints, poisoned, randn
-from worker_svc.kernels.sampling import SlotSampling, choose_tokens, gumbel_candidates
+from worker_svc.kernels.candidates import SlotSampling
+from worker_svc.kernels.choose import choose_tokens
+from worker_svc.kernels.gumbel import gumbel_candidates
 from worker_svc.kernels.top_k import top_candidates
 from worker_svc.layers.filters import filter_logits
 from worker_svc.layers.noise import exponential, row_keys, torch_noise_bits

@@ -18,7 +18,11 @@ _MAX_SPLITS = 32
 
 
 def num_splits(num_rows: int, num_kv_heads: int) -> int:
-    """How many programs share one row's context: enough to fill the GPU. Rows too short for so many use fewer."""
+    """How many programs share one row's context: enough to fill the GPU. Rows too short for so many use fewer.
+
+    Right for rows of about the same length. One row of 32,000 tokens among 63 of 400 takes 912 us on an H200 with one
+    split and 145 us with eight, which cost 8 us where no row is long.
+    """
     wanted = max(_PROGRAMS // (num_rows * num_kv_heads), 1)
     return int(min(1 << (wanted.bit_length() - 1), _MAX_SPLITS))
 

@@ -2,7 +2,7 @@
 
 The vocabulary is cut into groups of 64 tokens. The 64 groups with the largest maxima hold the 64 best tokens: a token
 of another group is preceded by the maximum of each of those 64. So one pass takes the groups' maxima, and one program
-per row selects 64 groups, another 64 of their 4,096 tokens. None of the kernels costs anything for other rows.
+per row selects 64 groups, another 64 of their 4,096 tokens. Programs of other rows end at once.
 """
 
 import torch
@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.kernels.launch import launch_options, release_next, row_stride, wait_for_previous
-from worker_svc.kernels.sampling import (
+from worker_svc.kernels.candidates import (
     MAX_TOP_K,
     NARROW,
+    TILE,
+    TOP,
     SlotSampling,
     load_logits,
     num_chunks,
@@ -21,10 +22,10 @@ from worker_svc.kernels.sampling import (
     pack,
     row_kind,
 )
+from worker_svc.kernels.launch import launch_options, release_next, row_stride, wait_for_previous
 
-_TOP = tl.constexpr(MAX_TOP_K)
 _GROUP = tl.constexpr(64)
-_TILE_GROUPS = 16
+_TILE_GROUPS = TILE // _GROUP.value
 
 
 def top_candidates(
@@ -32,7 +33,7 @@ def top_candidates(
 ) -> Tensor:
     """The 64 best candidates of narrow rows, by token, [N, 64] int64: raw logits, before temperature and noise.
 
-    Arguments as of sampling.gumbel_candidates. Ranks stack what each returns before sampling.choose_tokens.
+    Arguments as of gumbel.gumbel_candidates. Ranks stack what each returns before choose.choose_tokens.
     """
     rows, columns = logits.shape
     groups = triton.cdiv(columns, _GROUP.value)
@@ -52,7 +53,7 @@ def top_candidates(
         maxima,
         *sizes,
         groups,
-        triton.cdiv(columns, chunks * _TILE_GROUPS * _GROUP.value) * _TILE_GROUPS,
+        triton.cdiv(columns, chunks * TILE) * _TILE_GROUPS,
         first_token,
         TILE_GROUPS=_TILE_GROUPS,
         num_warps=4,
@@ -149,7 +150,7 @@ def _groups_kernel(
     group = tl.arange(0, GROUPS)
     maxima = tl.load(maxima_ptr + row * num_groups + group, mask=group < num_groups, other=-float("inf"))
     place = _places(maxima, KEY_BITS)
-    tl.store(best_groups_ptr + row * _TOP + place, group, mask=place >= 0)
+    tl.store(best_groups_ptr + row * TOP + place, group, mask=place >= 0)
 
 
 @triton.jit
@@ -182,11 +183,11 @@ def _tokens_kernel(
     suppressing = tl.load(positions_ptr + slot) < tl.load(suppressed_until_ptr + slot)
     ids_ptr = suppressed_ids_ptr + slot * NUM_SUPPRESSED
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
-    i = tl.arange(0, _TOP * _GROUP)
-    column = tl.load(best_groups_ptr + row * _TOP + i // _GROUP) * _GROUP + i % _GROUP
+    i = tl.arange(0, TOP * _GROUP)
+    column = tl.load(best_groups_ptr + row * TOP + i // _GROUP) * _GROUP + i % _GROUP
     logits = load_logits(row_ptr, column, num_columns, first_token, suppressing, ids_ptr, NUM_SUPPRESSED)
     place = _places(logits, KEY_BITS)
-    tl.store(top_ptr + row * _TOP + place, pack(logits, column + first_token), mask=place >= 0)
+    tl.store(top_ptr + row * TOP + place, pack(logits, column + first_token), mask=place >= 0)
 
 
 @triton.jit
@@ -201,10 +202,10 @@ def _places(values: tl.tensor, KEY_BITS: tl.constexpr) -> tl.tensor:
     bit = tl.full([], 1, tl.uint32) << (KEY_BITS - 1)
     for _ in range(KEY_BITS):
         reached = tl.sum((key >= (threshold | bit)).to(tl.int32), axis=0)
-        threshold = tl.where(reached >= _TOP, threshold | bit, threshold)
+        threshold = tl.where(reached >= TOP, threshold | bit, threshold)
         bit = bit >> 1
     equal = (key == threshold).to(tl.int32)
     larger = (key > threshold).to(tl.int32)
-    room = _TOP - tl.sum(larger, axis=0)
+    room = TOP - tl.sum(larger, axis=0)
     chosen = larger | tl.where(tl.cumsum(equal, axis=0) <= room, equal, 0)
     return tl.where(chosen > 0, tl.cumsum(chosen, axis=0) - 1, -1)
