@@ -26,7 +26,7 @@ async def run(config: SchedulerConfig) -> int:
     """
     name = load_model_config(config.model, config.model_name).name
     require_free(config.host, config.port)
-    with tempfile.TemporaryDirectory(prefix="tandem-") as folder, stop_signals() as stopped:
+    with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         family = Supervisor()
         socket_path = str(Path(folder) / "core.sock")
         family.start("core", "scheduler_svc.core_process", ["--config", to_json(config), "--socket", socket_path])

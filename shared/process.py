@@ -18,8 +18,9 @@ STARTUP_FAILED = 3
 SHORTEST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 """Between the end of a child and its next start; doubled while it keeps ending sooner than this."""
-HURRY_S = 2.0
-"""For children that are told to stop a second time."""
+INSIST_S = 0.2
+INSIST_TIMES = 10
+"""How often, and how many times, children are told to stop that shall not finish what they do."""
 
 _log = structlog.get_logger(__name__)
 
@@ -78,6 +79,21 @@ async def stop(children: Iterable[subprocess.Popen[bytes]], grace_s: float) -> N
         async with asyncio.timeout(grace_s):
             for child in running:
                 await exited(child)
+    kill(running)
+
+
+async def insist(children: Iterable[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM until they end: the second one says not to finish anything, but one that comes too soon after the first
+    is taken for it. SIGKILL at last, not at once: they have children and files of their own."""
+    running = list(children)
+    for _ in range(INSIST_TIMES):
+        for child in running:
+            child.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INSIST_S):
+                for child in running:
+                    await exited(child)
+                return
     kill(running)
 
 
@@ -165,4 +181,4 @@ class Supervisor:
         await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         hurrying.cancel()
-        await stop(children, HURRY_S)  # not SIGKILL at once: they have children and files of their own
+        await insist(children)

@@ -32,7 +32,7 @@ async def launch(config: WorkerConfig) -> None:
     """
     check_model(config, load_model_config(config.folder))
     require_free(config.host, config.port)
-    with tempfile.TemporaryDirectory(prefix="tandem-worker-") as name, stop_signals() as stopped:
+    with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="tandem-worker-") as name:
         folder = Path(name)
         cells = create_cells(folder / "progress", config.tensor_parallel)
         ranks = [_spawn(config, rank, folder) for rank in range(config.tensor_parallel)]
