@@ -32,9 +32,11 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Option(help="Model folder, or 'tiny': a small trained model in the package.")]
 Endpoint = Annotated[str, typer.Option(help="host:port of a running scheduler.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; unset: up to the context limit.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=0, max=(1 << 32) - 1, help="Most tokens of an answer; unset: up to the context limit.")
+]
 Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token; unset: the model's default.")]
-Seed = Annotated[int | None, typer.Option(help="Repeats an earlier output.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=(1 << 64) - 1, help="Repeats an earlier output.")]
 
 
 def _serve(model: Model = "tiny", **options: Any) -> None:
@@ -133,6 +135,9 @@ def main() -> int:
     except StartupError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return STARTUP_FAILED
+    except UnicodeError as error:
+        print(f"tandem: text that is not UTF-8, or that this terminal can't show: {error}", file=sys.stderr)
+        return 1
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 1

@@ -120,6 +120,18 @@ def test_generate_reads_standard_input_and_prints_json(service: Tandem) -> None:
     assert "".join(piece["text"] for piece in pieces) == plain.stdout.rstrip("\n")
 
 
+def test_text_that_is_not_utf_8(service: Tandem) -> None:
+    command = [sys.executable, "-m", "tandem", "generate", "-", "--endpoint", service.endpoint]
+    result = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60)
+    assert result.returncode == 1 and result.stderr.startswith(b"tandem: ") and result.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--seed", "--max-tokens"])
+def test_a_number_that_no_request_can_hold(service: Tandem, option: str) -> None:
+    result = tandem("generate", "hello", "--endpoint", service.endpoint, option, str(1 << 64))
+    assert result.returncode == 2 and option in result.stderr and "Traceback" not in result.stderr
+
+
 def test_chat_answers_each_turn(service: Tandem) -> None:
     result = tandem("chat", "--endpoint", service.endpoint, "--max-tokens", "16", stdin="Hello\nWho are you?\n")
     assert result.returncode == 0, result.stderr
