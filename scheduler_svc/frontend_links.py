@@ -170,6 +170,7 @@ def _request(key: int, submit: core_pb2.Submit) -> Request:
         cache_salt=submit.cache_salt,
         priority=submit.priority,
         constrained=submit.constrained,
+        again=submit.again,
     )
 
 
