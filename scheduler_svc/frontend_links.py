@@ -139,6 +139,7 @@ class FrontendLinks:
             write_message(writer, message.SerializeToString())
         except FramingError as error:
             _log.warning("frontend disconnected", reason=str(error))
+            del self._writers[peer]
             writer.transport.abort()
 
 
