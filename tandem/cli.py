@@ -133,7 +133,7 @@ def main() -> int:
     except StartupError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return STARTUP_FAILED
-    except TandemError as error:
+    except (TandemError, OSError) as error:  # OSError: no folder for temporary files, no room for the output
         print(f"tandem: {error}", file=sys.stderr)
         return 1
     return 0

@@ -180,3 +180,18 @@ def test_a_second_ctrl_c_waits_for_no_stream_and_leaves_nothing_either(tmp_path:
     assert psutil.wait_procs(family, timeout=2)[1] == []
     assert list(files.iterdir()) == []
     assert "Traceback" not in service.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["x", "--max-tokens", "-3"], "max_tokens"), (["x", "--seed", "-1"], "seed"), (["a\udcffb"], "text")],
+)
+def test_what_can_not_be_sent_is_one_line(arguments: list[str], named: str) -> None:
+    one_line(tandem("generate", *arguments), named)
+
+
+def test_no_room_for_the_output_is_one_line(service: Tandem) -> None:
+    command = [sys.executable, "-m", "tandem", "generate", "It is", "--endpoint", service.endpoint, "--max-tokens", "3"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    one_line(result, "No space left")
