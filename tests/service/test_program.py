@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from shared.ports import find_free, require_free
+from shared.process import STARTUP_FAILED
 from tests.service.tandem_process import Tandem, running
 
 
@@ -195,3 +196,10 @@ def test_no_room_for_the_output_is_one_line(service: Tandem) -> None:
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     one_line(result, "No space left")
+
+
+def test_more_kv_memory_than_there_is_is_one_line() -> None:
+    result = tandem("worker", "--model", "tiny", "--port", "0", "--kv-cache-memory", "100000000")
+    assert result.returncode == STARTUP_FAILED
+    assert "Traceback" not in result.stderr
+    assert "--kv-cache-memory" in result.stderr.splitlines()[-1]
