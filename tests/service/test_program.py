@@ -203,3 +203,14 @@ def test_more_kv_memory_than_there_is_is_one_line() -> None:
     assert result.returncode == STARTUP_FAILED
     assert "Traceback" not in result.stderr
     assert "--kv-cache-memory" in result.stderr.splitlines()[-1]
+
+
+def test_a_folder_too_deep_for_a_socket_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    one_line(
+        tandem("scheduler", "--model", "tiny", "--workers", "127.0.0.1:1", "--port", str(find_free("127.0.0.1"))),
+        "TMPDIR",
+    )
+    assert list(deep.iterdir()) == []
