@@ -191,6 +191,11 @@ def test_what_can_not_be_sent_is_one_line(arguments: list[str], named: str) -> N
     one_line(tandem("generate", *arguments), named)
 
 
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_step_smaller_than_the_batch_is_one_line(command: str) -> None:
+    one_line(tandem(command, "--model", "tiny", "--max-num-batched-tokens", "1"), "--max-num-batched-tokens", "64")
+
+
 def test_no_room_for_the_output_is_one_line(service: Tandem) -> None:
     command = [sys.executable, "-m", "tandem", "generate", "It is", "--endpoint", service.endpoint, "--max-tokens", "3"]
     with open("/dev/full", "w") as full:
