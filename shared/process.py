@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -21,6 +22,9 @@ LONGEST_PAUSE_S = 5.0
 INSIST_S = 0.2
 INSIST_TIMES = 10
 """How often, and how many times, children are told to stop that shall not finish what they do."""
+
+MOST_EARLY_STARTS = 5
+"""Starts of a child that keeps ending before all are ready; then the family gives up."""
 
 _log = structlog.get_logger(__name__)
 
@@ -108,15 +112,20 @@ def kill(children: Iterable[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGINT and SIGTERM set, in place of what they do otherwise."""
+    """An event that SIGINT, SIGTERM and SIGHUP (a terminal that is closed) set, in place of what they do otherwise.
+
+    A signal that is ignored from the start stays so: nohup ignores SIGHUP.
+    """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in kinds if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in numbers:
         loop.add_signal_handler(number, stopped.set)
     try:
         yield stopped
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -134,11 +143,13 @@ class Supervisor:
 
     async def _keep(self, name: str, module: str, arguments: Sequence[str], quiet: bool) -> None:
         pause_s = SHORTEST_PAUSE_S
-        while True:
+        for start in itertools.count(1):
             started = time.monotonic()
             child = self.children[name] = spawn(module, arguments, quiet=quiet)
             status = await exited(child)
-            if status == STARTUP_FAILED and not self._is_ready:
+            if not self._is_ready and (status == STARTUP_FAILED or start == MOST_EARLY_STARTS):
+                if status != STARTUP_FAILED:
+                    _log.error("process can't start: see its messages above", name=name, status=status, starts=start)
                 return
             if time.monotonic() - started > LONGEST_PAUSE_S:
                 pause_s = SHORTEST_PAUSE_S
