@@ -14,6 +14,8 @@ from grpc_tools import protoc
 
 HERE = Path(__file__).parent
 STUBS = HERE.parent / "shared" / "pb"
+PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+"""Beside this interpreter: its environment need not be on PATH."""
 
 
 def generate(target: Path) -> None:
@@ -24,6 +26,7 @@ def generate(target: Path) -> None:
     protos = sorted(str(path.relative_to(HERE)) for path in HERE.glob("tandem/v1/*.proto"))
     with tempfile.TemporaryDirectory() as scratch:
         arguments = ["protoc", f"-I{HERE}", f"-I{files('grpc_tools') / '_proto'}"]
+        arguments += [f"--plugin={name}={Path(sys.executable).parent / name}" for name in PLUGINS]
         arguments += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
         if protoc.main(arguments + protos) != 0:
             raise SystemExit("protoc failed: see its message above")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -14,7 +15,7 @@ from shared.process import STARTUP_FAILED, exited, kill, spawn, stop_signals
 from shared.settings import to_json
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import check_model
-from worker_svc.progress import Cells, create_cells, find_stalled
+from worker_svc.progress import Cells, all_warm, create_cells, find_stalled
 
 _POLL_S = 0.1
 _EXIT_S = 5.0  # from the end of draining to the end of the processes
@@ -32,7 +33,10 @@ async def launch(config: WorkerConfig) -> None:
     """
     check_model(config, load_model_config(config.folder))
     require_free(config.host, config.port)
-    with tempfile.TemporaryDirectory(prefix="tandem-worker-") as name, stop_signals() as stopped:
+    with (
+        stop_signals() as stopped,
+        tempfile.TemporaryDirectory(prefix="tandem-worker-", ignore_cleanup_errors=True) as name,
+    ):
         folder = Path(name)
         cells = create_cells(folder / "progress", config.tensor_parallel)
         ranks = [_spawn(config, rank, folder) for rank in range(config.tensor_parallel)]
@@ -55,6 +59,8 @@ async def _watch(
 ) -> None:
     """Until told to stop. Raises what happened to the first rank that ends or hangs."""
     while not stopped.is_set():
+        if all_warm(cells):  # mapped and connected: nothing is left behind should this process be killed
+            shutil.rmtree(folder, ignore_errors=True)
         for rank, process in enumerate(ranks):
             if process.poll() is not None:
                 raise _ended(rank, process.returncode, folder)

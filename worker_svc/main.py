@@ -69,7 +69,9 @@ def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: P
 
     progress.beat_in_thread()
     group = join(rank, config.tensor_parallel, rendezvous)
-    follow(build_runner(config, load_model_config(config.folder), group), group, progress)
+    runner = build_runner(config, load_model_config(config.folder), group)
+    progress.warm()
+    follow(runner, group, progress)
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Cells: TypeAlias = NDArray[np.float64]
-"""[ranks, 2]: time of the last beat, and start of the running step or 0."""
+"""[ranks, 3]: time of the last beat, start of the running step or 0, and 1 once the rank is warm."""
 
 BEAT_S = 0.1
 _STARTUP_S = 60.0  # until a rank's first beat: imports take long on a busy machine
@@ -23,14 +23,14 @@ _STARTUP_S = 60.0  # until a rank's first beat: imports take long on a busy mach
 
 def create_cells(path: Path, ranks: int) -> Cells:
     """A file of cells for ranks that are about to start."""
-    cells = np.memmap(path, dtype=np.float64, mode="w+", shape=(ranks, 2))
+    cells = np.memmap(path, dtype=np.float64, mode="w+", shape=(ranks, 3))
     cells[:, 0] = time.monotonic() + _STARTUP_S
     return cells
 
 
 def open_cells(path: Path, ranks: int) -> Cells:
     """The cells that the launcher created."""
-    return np.memmap(path, dtype=np.float64, mode="r+", shape=(ranks, 2))
+    return np.memmap(path, dtype=np.float64, mode="r+", shape=(ranks, 3))
 
 
 class Progress:
@@ -43,6 +43,10 @@ class Progress:
     def beat(self) -> None:
         """This rank turns."""
         self._cells[self._rank, 0] = time.monotonic()
+
+    def warm(self) -> None:
+        """This rank has loaded its part: from now on nothing can go wrong about its start."""
+        self._cells[self._rank, 2] = 1.0
 
     def beat_in_thread(self) -> None:
         """For a rank without an event loop: beats until the process ends."""
@@ -69,10 +73,15 @@ class Progress:
         return since > 0 and time.monotonic() - since > timeout_s
 
 
+def all_warm(cells: Cells) -> bool:
+    """Whether every rank has started."""
+    return bool(cells[:, 2].all())
+
+
 def find_stalled(cells: Cells, timeout_s: float) -> str | None:
     """What to tell a person about the first rank that does not turn or whose step takes too long."""
     now = time.monotonic()
-    for rank, (beat, since) in enumerate(cells.tolist()):
+    for rank, (beat, since, _) in enumerate(cells.tolist()):
         if now - beat > timeout_s:
             return f"rank {rank} has not turned for {now - beat:.1f} s"
         if since and now - since > timeout_s:

@@ -69,6 +69,7 @@ class WorkerServer:
     async def answer(self, group: Group, description: WorkerDescription) -> None:
         """The group is warm: calls that wait go on."""
         self._group = group
+        self._progress.warm()
         self._servicer.serve(group, description)
         await self._update_health()
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from shared.errors import RequestFailed, TandemError, Unavailable
+from shared.errors import LeaseHeld, RequestFailed, TandemError, Unavailable
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.types import StepResult, WorkerDescription
 from shared.wire import description_to_pb, result_to_pb
@@ -69,6 +69,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 result = await self._step(group, plan)
                 yield result_to_pb(result, plan.instance)
                 plan = await stream.next()
+        except (LeaseHeld, Unavailable):
+            raise  # a scheduler that waits for its turn asks several times a second, and logs why by itself
         except TandemError as error:
             _log.warning("plan stream ended", problem=str(error))
             raise

@@ -239,14 +239,28 @@ def test_more_important_requests_come_first(tmp_path) -> None:
 
 
 def test_what_can_never_fit_the_pool_is_refused_at_once(tmp_path) -> None:
-    """A pool of four blocks: what fits runs to its end, what can't is told so, and nobody waits behind it."""
+    """A pool of four blocks: what fits runs to its end, what can't is told so, and nobody waits behind it.
+
+    65 tokens fit, since the K/V of a last token is never computed (nano-vllm#274, vllm#35541).
+    """
     arguments = ["--num-kv-blocks", "4", "--block-size", "16", "--dtype", "float64"]
     with running(tmp_path / "log", *arguments) as service:
-        error = refused(service, request([7] * 64))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "64" in (error.details() or "")
-        outputs = run(service, *[request([7] * 62, max_tokens=2) for _ in range(4)], request([9] * 30, max_tokens=30))
-        assert [len(output.token_ids) for output in outputs] == [2, 2, 2, 2, 30]
+        error = refused(service, request([7] * 65))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "65" in (error.details() or "")
+        outputs = run(service, *[request([7] * 64, max_tokens=9) for _ in range(4)], request([9] * 30, max_tokens=30))
+        assert [len(output.token_ids) for output in outputs] == [1, 1, 1, 1, 30]
+        assert outputs[0].finish.reason == pb.FINISH_REASON_LENGTH
         assert outputs[-1].token_ids == greedy([9] * 30, 30)
+
+
+def test_preempted_sequences_give_what_they_give_alone(tmp_path) -> None:
+    """Ten blocks hold the prompts of five sequences, but their outputs only in turns: some give way and come back."""
+    wanted = [request(list(range(100 + number, 125 + number)), temperature=0.8, max_tokens=35) for number in range(5)]
+    arguments = ["--num-kv-blocks", "10", "--block-size", "16", "--dtype", "float64"]
+    with running(tmp_path / "log", *arguments) as service:
+        together = run(service, *wanted)
+        alone = [run(service, one)[0] for one in wanted]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
 
 
 def test_tokenize_detokenize_info(service: Tandem) -> None:

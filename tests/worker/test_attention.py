@@ -61,6 +61,24 @@ def naive(inputs: StepInputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return out
 
 
+def test_what_a_block_held_before_is_never_read() -> None:
+    """Not even as a masked NaN: a request that gave NaN may have been aborted before anyone noticed."""
+    inputs = batch()
+    q, k, v, cache = tensors(inputs)
+    expected = TorchAttention().prepare(inputs)(q, k, v, LayerCache(cache.key.clone(), cache.value.clone()))
+    places = {
+        (int(inputs.block_tables[row, i // BLOCK]), i % BLOCK)
+        for row, length in enumerate(inputs.seq_lens)
+        for i in range(int(length))
+    }
+    for memory in (cache.key, cache.value):
+        clean = memory.clone()
+        memory.fill_(torch.nan)
+        for place in places:
+            memory[place] = clean[place]
+    assert torch.equal(TorchAttention().prepare(inputs)(q, k, v, cache), expected)
+
+
 def test_equal_to_a_loop_over_tokens() -> None:
     inputs = batch()
     q, k, v, cache = tensors(inputs)

@@ -74,9 +74,9 @@ def test_calls_are_answered_during_a_step_and_a_stuck_one_is_told() -> None:
 
 def test_nothing_is_served_before_the_group_is_warm() -> None:
     async def test() -> None:
-        server = WorkerServer(WorkerConfig("unused", port=0), Progress(np.zeros((1, 2)), 0))
+        server = WorkerServer(WorkerConfig("unused", port=0), Progress(np.zeros((1, 3)), 0))
         channel = make_channel(f"127.0.0.1:{await server.start()}")
-        running = Worker(server, channel, ScriptedGroup(Progress(np.zeros((1, 2)), 0)))
+        running = Worker(server, channel, ScriptedGroup(Progress(np.zeros((1, 3)), 0)))
         assert await running.health("readiness") == await running.health("") == "NOT_SERVING"
         assert await running.health("liveness") == "SERVING"
         describe = asyncio.ensure_future(running.stub.Describe(worker_pb2.DescribeRequest()))

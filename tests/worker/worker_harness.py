@@ -110,7 +110,7 @@ async def worker(model: Path | None = None, **settings: Any) -> AsyncIterator[Wo
     """A listening worker; with the scripted group unless a model is given."""
     values = {"port": 0, "dtype": "float64", "block_size": 16, "num_kv_blocks": 32, "max_num_seqs": 4, **settings}
     config = WorkerConfig(str(model), **values)
-    progress = Progress(np.zeros((1, 2)), 0)
+    progress = Progress(np.zeros((1, 3)), 0)
     server = WorkerServer(config, progress)
     port = await server.start()
     watch = asyncio.create_task(server.watch())

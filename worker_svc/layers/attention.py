@@ -69,6 +69,9 @@ class _Group:
     """L, at most B x block size."""
     mask: Tensor
     """[R, 1, Q, L]: which tokens each query sees."""
+    unseen: Tensor | None
+    """[R, 1, L, 1]: which of them no query of the row sees; None: there are none. What memory holds there is left of
+    whoever had the block before, and a masked NaN would still poison a weighted sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ def _attend(query: Tensor, cache: LayerCache, group: _Group) -> Tensor:
     shared = heads // kv_heads
     q = query.view(rows, queries, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
     k, v = (_gather(memory, group.blocks)[:, :length].transpose(1, 2) for memory in (cache.key, cache.value))
+    if group.unseen is not None:
+        k, v = k.masked_fill(group.unseen, 0.0), v.masked_fill(group.unseen, 0.0)
     mask = group.mask.repeat(1, 1, shared, 1)
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.view(rows, kv_heads, shared, queries, dim).permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
@@ -131,6 +136,7 @@ def _padded_rows(inputs: StepInputs, rows: LongArray) -> _Group:
         blocks=_blocks(inputs, rows, length),
         length=length,
         mask=torch.from_numpy(mask[:, None, None]),
+        unseen=None if mask.all() else torch.from_numpy(~mask[:, None, :, None]),
     )
 
 
@@ -143,6 +149,7 @@ def _single_row(inputs: StepInputs, row: int) -> _Group:
         blocks=_blocks(inputs, np.array([row]), length),
         length=length,
         mask=torch.from_numpy(mask[None, None]),
+        unseen=None,
     )
 
 

@@ -54,4 +54,8 @@ def _kv_cache(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, grou
     num_blocks = group.minimum(config.num_kv_blocks or (config.kv_cache_memory << 20) // per_block)
     if num_blocks == 0:
         raise StartupError(f"--kv-cache-memory {config.kv_cache_memory}: one block takes {per_block} bytes")
-    return KVCache(model.num_layers, num_blocks, config.block_size, kv_heads, model.head_dim, dtype)
+    try:
+        return KVCache(model.num_layers, num_blocks, config.block_size, kv_heads, model.head_dim, dtype)
+    except RuntimeError:  # torch's kind for no memory, on every device
+        size = f"{num_blocks} K/V blocks take {num_blocks * per_block >> 20} MiB per rank, more than there is"
+        raise StartupError(f"{size}: choose a smaller --kv-cache-memory or --num-kv-blocks") from None
