@@ -14,7 +14,6 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.offline import CONTEXT, Engine
@@ -73,7 +72,7 @@ def measure(engine: Engine, batch: int, steps: int) -> Timeline:
     """Profiles `batch` sequences from their prompts on."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         engine.run(equal_lengths(batch, 128, steps + _SKIPPED))
-    events: list[Any] = [event for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
+    events: list[Any] = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
     events.sort(key=lambda event: event.time_range.start)
     starts = [event.time_range.start for event in events if event.name == _FIRST_KERNEL][_SKIPPED:]
     inside = [event for event in events if starts[0] <= event.time_range.start < starts[-1]]

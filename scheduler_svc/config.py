@@ -34,7 +34,8 @@ class SchedulerConfig:
     """Plans of one group without a result, 1 to 4; None picks 2 to 4 from the measured round trip and step time."""
     step_timeout: float = 10.0
     """Seconds without a result, with a plan out, after which a worker group counts as lost; at least 1, because an
-    idle group is asked twice a second."""
+    idle group is asked twice a second. The core and the frontends have as long to turn before they are killed and
+    started again."""
     worker_loss_timeout: float = 60.0
     """Seconds without any worker group after which waiting requests end UNAVAILABLE."""
     drain_timeout: float = 30.0

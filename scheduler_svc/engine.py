@@ -8,10 +8,10 @@ import asyncio
 import time
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core import CoreConfig, Request, Scheduler, StepOutputs
+from scheduler_svc.core import RETRY_AFTER_MS, CoreConfig, Request, Scheduler, StepOutputs
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
 from scheduler_svc.worker_client import WorkerLink
-from shared.errors import Aborted, StartupError, TandemError, Unavailable
+from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
 from shared.types import StepPlan, StepResult, WorkerDescription
 
@@ -92,6 +92,8 @@ class Engine:
         """Raises a TandemError to refuse it. Before the first worker it waits: after a restart of this process the
         frontends come back sooner than the workers."""
         if self._core is None:
+            if len(self._early) >= self._config.max_queue and not request.again:
+                raise QueueFull(f"{len(self._early)} requests wait for a worker: try again later", RETRY_AFTER_MS)
             self._early[request.key] = request
         else:
             self._core.submit(request)

@@ -56,13 +56,20 @@ class FrontendLinks:
     def __init__(self, listener: FrontendListener) -> None:
         self._listener = listener
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._connections: set[asyncio.Task[None]] = set()
         self._accepted = 0
 
     async def serve(self, path: str) -> asyncio.Server:
         """Accepts frontends on the Unix socket `path`."""
         return await asyncio.start_unix_server(self._accept, path, limit=1 << 20)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """No coroutine: asyncio would report the end of one that is cancelled when the process stops as an error."""
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._accepted += 1
         peer = self._accepted
         self._writers[peer] = writer
@@ -139,6 +146,7 @@ class FrontendLinks:
             write_message(writer, message.SerializeToString())
         except FramingError as error:
             _log.warning("frontend disconnected", reason=str(error))
+            del self._writers[peer]
             writer.transport.abort()
 
 
@@ -170,6 +178,7 @@ def _request(key: int, submit: core_pb2.Submit) -> Request:
         cache_salt=submit.cache_salt,
         priority=submit.priority,
         constrained=submit.constrained,
+        again=submit.again,
     )
 
 

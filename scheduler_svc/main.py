@@ -4,6 +4,7 @@ Serves nothing itself. The core listens on a Unix socket in a private folder; fr
 """
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from functools import partial
@@ -12,11 +13,15 @@ from pathlib import Path
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.watchdog import watch_core, watch_frontend
+from shared.errors import StartupError
 from shared.model_config import load_model_config
 from shared.ports import address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
 from shared.settings import to_json
+
+LONGEST_SOCKET_PATH = 107
+"""Bytes; Linux's sockaddr_un holds 108 with the NUL at the end."""
 
 
 async def run(config: SchedulerConfig) -> int:
@@ -26,9 +31,9 @@ async def run(config: SchedulerConfig) -> int:
     """
     name = load_model_config(config.model, config.model_name).name
     require_free(config.host, config.port)
-    with tempfile.TemporaryDirectory(prefix="tandem-") as folder, stop_signals() as stopped:
+    with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         family = Supervisor()
-        socket_path = str(Path(folder) / "core.sock")
+        socket_path = _socket_path(folder)
         family.start("core", "scheduler_svc.core_process", ["--config", to_json(config), "--socket", socket_path])
         frontends = [_frontend(config, socket_path) for _ in range(config.frontends)]
         for number, frontend in enumerate(frontends):
@@ -41,6 +46,13 @@ async def run(config: SchedulerConfig) -> int:
         await family.stop((key for key in family.children if key != "core"), config.drain_timeout + 1.0, stopped)
         await family.stop(["core"], 1.0, stopped)
         return STARTUP_FAILED if failed else 0
+
+
+def _socket_path(folder: str) -> str:
+    path = str(Path(folder) / "core.sock")
+    if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
+        raise StartupError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter folder")
+    return path
 
 
 def _watchdogs(

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 import structlog
-from grpc import aio
+from grpc import StatusCode, aio
 
 from shared.errors import ProtocolError, StartupError
 from shared.pb import worker_pb2, worker_pb2_grpc
@@ -109,8 +109,7 @@ class WorkerLink:
             await asyncio.sleep(REDIAL_S)
 
     async def _serve(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> None:
-        answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=self._step_timeout)
-        description = description_from_pb(answer)
+        description = await self._describe(stub)
         self._listener.described(self.group, description)
         self._plans = asyncio.Queue()
         self.outstanding.clear()
@@ -124,6 +123,15 @@ class WorkerLink:
             call.cancel()
             self.is_connected = False
             self._listener.lost(self.group)
+
+    async def _describe(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> WorkerDescription:
+        try:
+            answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=self._step_timeout)
+        except aio.AioRpcError as error:
+            if error.code() is StatusCode.DEADLINE_EXCEEDED:
+                raise ValueError("it listens but does not answer: it loads its model, or hangs") from None
+            raise
+        return description_from_pb(answer)
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.StepPlan]:
         while (plan := await self._plans.get()) is not None:

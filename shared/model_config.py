@@ -101,26 +101,36 @@ def load_model_config(folder: Path, name: str | None = None) -> ModelConfig:
             name=name or folder.resolve().name,
             fingerprint=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
             architecture=architecture,
-            vocabulary_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
+            vocabulary_size=_count(config, "vocab_size"),
+            hidden_size=_count(config, "hidden_size"),
+            intermediate_size=_count(config, "intermediate_size"),
+            num_layers=_count(config, "num_hidden_layers"),
+            num_heads=_count(config, "num_attention_heads"),
             num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             head_dim=config.get("head_dim") or _default_head_dim(config, architecture),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope=_rope(config, folder),
-            max_position=config["max_position_embeddings"],
+            max_position=_count(config, "max_position_embeddings"),
             tie_embeddings=config.get("tie_word_embeddings", False),
             attention_bias=config.get("attention_bias", False),
             qk_norm=config.get("use_qk_norm", True),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_eos(config, generation, folder),
-            sampling_defaults=_sampling_defaults(generation),
+            sampling_defaults=_sampling_defaults(generation, folder),
             moe=_moe(config) if architecture == "Qwen3MoeForCausalLM" else None,
         )
     except KeyError as missing:
         raise StartupError(f"{folder / 'config.json'}: key {missing} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise StartupError(f"{folder / 'config.json'}: {error}") from None
+
+
+def _count(config: dict[str, Any], key: str) -> int:
+    """Raises KeyError, or ValueError for what is no whole number from 1 on."""
+    value = config[key]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} {value!r} is no whole number from 1 on")
+    return value
 
 
 def _read(folder: Path, name: str, required: bool = False) -> dict[str, Any]:
@@ -182,9 +192,12 @@ def _moe(config: dict[str, Any]) -> MoeConfig:
 
 
 def _eos(config: dict[str, Any], generation: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    ids: set[int] = set()
+    ids: set[Any] = set()
     for value in (config.get("eos_token_id"), generation.get("eos_token_id"), _tokenizer_eos(folder)):
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    for token in ids:
+        if type(token) is not int:
+            raise StartupError(f"{folder}: eos_token_id {token!r} is no token id")
     return tuple(sorted(ids))
 
 
@@ -196,9 +209,21 @@ def _tokenizer_eos(folder: Path) -> int | None:
     return next((entry["id"] for entry in added if entry["content"] == text), None)
 
 
-def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
+def _sampling_defaults(generation: dict[str, Any], folder: Path) -> SamplingDefaults:
     """transformers writes its own default top_k = 50 only when set, so what is absent is off."""
     if generation.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
     given = {key: generation[key] for key in SamplingDefaults.__dataclass_fields__ if generation.get(key) is not None}
+    for key, value in given.items():
+        if not _is_sampling_value(key, value):
+            raise StartupError(f"{folder / 'generation_config.json'}: {key} can not be {value!r}")
     return SamplingDefaults(**given)
+
+
+def _is_sampling_value(key: str, value: Any) -> bool:
+    """The bounds of SamplingParams in generation.proto."""
+    if key == "top_k":
+        return isinstance(value, int) and 0 <= value < 1 << 31
+    if not isinstance(value, int | float):
+        return False
+    return 0 <= value <= 100 if key == "temperature" else 0 <= value <= 1 and (key, value) != ("top_p", 0)

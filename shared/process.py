@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -18,8 +19,12 @@ STARTUP_FAILED = 3
 SHORTEST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 """Between the end of a child and its next start; doubled while it keeps ending sooner than this."""
-HURRY_S = 2.0
-"""For children that are told to stop a second time."""
+INSIST_S = 0.2
+INSIST_TIMES = 10
+"""How often, and how many times, children are told to stop that shall not finish what they do."""
+
+MOST_EARLY_STARTS = 5
+"""Starts of a child that keeps ending before all are ready; then the family gives up."""
 
 _log = structlog.get_logger(__name__)
 
@@ -81,6 +86,21 @@ async def stop(children: Iterable[subprocess.Popen[bytes]], grace_s: float) -> N
     kill(running)
 
 
+async def insist(children: Iterable[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM until they end: the second one says not to finish anything, but one that comes too soon after the first
+    is taken for it. SIGKILL at last, not at once: they have children and files of their own."""
+    running = list(children)
+    for _ in range(INSIST_TIMES):
+        for child in running:
+            child.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INSIST_S):
+                for child in running:
+                    await exited(child)
+                return
+    kill(running)
+
+
 def kill(children: Iterable[subprocess.Popen[bytes]]) -> None:
     """SIGKILL to all that run, also to stopped ones; waits for the last."""
     running = [child for child in children if child.poll() is None]
@@ -92,15 +112,20 @@ def kill(children: Iterable[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGINT and SIGTERM set, in place of what they do otherwise."""
+    """An event that SIGINT, SIGTERM and SIGHUP (a terminal that is closed) set, in place of what they do otherwise.
+
+    A signal that is ignored from the start stays so: nohup ignores SIGHUP.
+    """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in kinds if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in numbers:
         loop.add_signal_handler(number, stopped.set)
     try:
         yield stopped
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -118,11 +143,13 @@ class Supervisor:
 
     async def _keep(self, name: str, module: str, arguments: Sequence[str], quiet: bool) -> None:
         pause_s = SHORTEST_PAUSE_S
-        while True:
+        for start in itertools.count(1):
             started = time.monotonic()
             child = self.children[name] = spawn(module, arguments, quiet=quiet)
             status = await exited(child)
-            if status == STARTUP_FAILED and not self._is_ready:
+            if not self._is_ready and (status == STARTUP_FAILED or start == MOST_EARLY_STARTS):
+                if status != STARTUP_FAILED:
+                    _log.error("process can't start: see its messages above", name=name, status=status, starts=start)
                 return
             if time.monotonic() - started > LONGEST_PAUSE_S:
                 pause_s = SHORTEST_PAUSE_S
@@ -165,4 +192,4 @@ class Supervisor:
         await asyncio.wait([stopping, hurrying], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         hurrying.cancel()
-        await stop(children, HURRY_S)  # not SIGKILL at once: they have children and files of their own
+        await insist(children)

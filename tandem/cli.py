@@ -19,7 +19,7 @@ from shared.telemetry import configure_logging
 from tandem import serve as serving
 from tandem import talk
 from tandem.client import DEFAULT_ENDPOINT
-from tandem.models import model_folder
+from tandem.models import built_in_name, model_folder
 from tandem.options import parameters, settings_from, with_parameters
 from worker_svc import main as worker_main
 from worker_svc.config import WorkerConfig
@@ -27,6 +27,7 @@ from worker_svc.config import WorkerConfig
 app = typer.Typer(
     help="Serves Qwen3 language models: a CPU-only scheduler and workers that talk gRPC.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # its tables cut the names of options short
     pretty_exceptions_enable=False,
 )
 
@@ -73,6 +74,7 @@ def _arguments(given: dict[str, Any]) -> list[str]:
 def _scheduler(**options: Any) -> None:
     """Runs a scheduler for workers that run elsewhere. Needs no GPU and no torch."""
     configure_logging("scheduler")
+    options["model_name"] = options["model_name"] or built_in_name(options["model"])
     options["model"] = model_folder(options["model"])
     raise typer.Exit(asyncio.run(scheduler_main.run(settings_from(SchedulerConfig, options))))
 
@@ -133,7 +135,10 @@ def main() -> int:
     except StartupError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return STARTUP_FAILED
-    except TandemError as error:
+    except UnicodeError as error:
+        print(f"tandem: text that is not UTF-8, or that this terminal can't show: {error}", file=sys.stderr)
+        return 1
+    except (TandemError, OSError) as error:  # OSError: no folder for temporary files, no room for the output
         print(f"tandem: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,12 +1,18 @@
 """Turns what a caller of the client library writes into requests. Checks nothing that the server checks."""
 
+import contextlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
+from google.protobuf.message import Message
+
+from shared.errors import InvalidRequest
 from shared.pb import generation_pb2 as pb
 from tandem.values import ChatMessage
+
+M = TypeVar("M", bound=Message)
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, Any]]
 """Text, token ids, or a conversation: for the model's own chat template."""
@@ -40,8 +46,8 @@ class GenerateOptions(ChatOptions, total=False):
     """0 keeps all."""
     seed: int
     """The same seed and prompt give the same output."""
-    stop: Sequence[str]
-    """Ends a sample where one of these appears; it is not shown."""
+    stop: str | Sequence[str]
+    """Ends a sample where this, or one of these, appears; it is not shown."""
     stop_token_ids: Sequence[int]
     """Ends a sample with one of these."""
     ignore_eos: bool
@@ -64,60 +70,97 @@ class GenerateOptions(ChatOptions, total=False):
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
-_DIRECT = ("n", "sample_index", "cache_salt", "priority")
+_DIRECT = ("request_id", "n", "sample_index", "cache_salt", "priority")
 
 
 def generate_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
-    """Raises TypeError for an option that does not exist, ValueError for a number that its field can't hold."""
+    """Raises TypeError for an option that does not exist, InvalidRequest for a value that its field can't hold."""
     unknown = options.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
-    request = pb.GenerateRequest(
-        request_id=options.get("request_id") or uuid.uuid4().hex,
-        sampling=pb.SamplingParams(**_among(options, _SAMPLING)),
-        stopping=pb.StoppingParams(**_among(options, _STOPPING)),
-        **_among(options, _DIRECT),
-    )
-    if "output_token_ids" in options:
-        request.output_token_ids.ids.extend(options["output_token_ids"])
+    given: dict[str, Any] = {**options, "request_id": options.get("request_id") or uuid.uuid4().hex}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]  # a string is a sequence of strings: one letter each
+    request = _filled(pb.GenerateRequest, given, _DIRECT)
+    request.sampling.CopyFrom(_filled(pb.SamplingParams, given, _SAMPLING))
+    request.stopping.CopyFrom(_filled(pb.StoppingParams, given, _STOPPING))
+    if "output_token_ids" in given:
+        with _naming("output_token_ids"):
+            request.output_token_ids.ids.extend(given["output_token_ids"])
     if isinstance(prompt, str):
-        request.text = prompt
+        _set_text(request, prompt)
     elif _is_chat(prompt):
         request.chat.CopyFrom(chat_prompt(prompt, options))
     else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+        with _naming("token_ids"):
+            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
     return request
 
 
 def tokenize_request(prompt: Prompt, **options: Unpack[ChatOptions]) -> pb.TokenizeRequest:
     """`prompt` is text or a conversation."""
+    request = pb.TokenizeRequest()
     if isinstance(prompt, str):
-        return pb.TokenizeRequest(text=prompt)
-    return pb.TokenizeRequest(chat=chat_prompt(prompt, options))
+        _set_text(request, prompt)
+    elif _is_chat(prompt):
+        request.chat.CopyFrom(chat_prompt(prompt, options))
+    else:
+        raise InvalidRequest("prompt", "must be text or messages")
+    return request
 
 
-def _among(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: options[name] for name in names if name in options}
+def _filled(kind: type[M], options: Mapping[str, Any], names: Sequence[str]) -> M:
+    """A message of those options that are given."""
+    message = kind()
+    for name in names:
+        if name in options:
+            with _naming(name):
+                message.MergeFrom(kind(**{name: options[name]}))
+    return message
 
 
-def _is_chat(prompt: Prompt) -> bool:
+@contextlib.contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """protobuf's complaint about a value names no field. Text with half a character is such a value too."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(field, str(error)) from None
+
+
+def _set_text(request: pb.GenerateRequest | pb.TokenizeRequest, text: str) -> None:
+    with _naming("text"):
+        request.text = text
+
+
+def _is_chat(prompt: Any) -> bool:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise InvalidRequest("prompt", f"must be text, token ids or messages, not {type(prompt).__name__}")
     return bool(prompt) and isinstance(prompt[0], ChatMessage | Mapping)
 
 
 def chat_prompt(messages: Sequence[Any], options: Mapping[str, Any]) -> pb.ChatPrompt:
     """Messages are ChatMessages or mappings with role, content and perhaps further keys."""
-    chat = pb.ChatPrompt(tools_json=[json.dumps(tool) for tool in options.get("tools", ())])
-    if "template_kwargs" in options:
-        chat.template_kwargs_json = json.dumps(options["template_kwargs"])
+    chat = pb.ChatPrompt()
+    with _naming("tools"):
+        chat.tools_json.extend(json.dumps(tool) for tool in options.get("tools", ()))
+    with _naming("template_kwargs"):
+        chat.template_kwargs_json = json.dumps(options["template_kwargs"]) if "template_kwargs" in options else ""
     if "add_generation_prompt" in options:
         chat.add_generation_prompt = options["add_generation_prompt"]
-    chat.messages.extend(_message(message) for message in messages)
+    for index, message in enumerate(messages):
+        with _naming(f"messages[{index}]"):
+            chat.messages.append(_message(message))
     return chat
 
 
 def _message(message: ChatMessage | Mapping[str, Any]) -> pb.ChatMessage:
     if not isinstance(message, ChatMessage):
+        if "role" not in message:
+            raise ValueError("has no role")
         extra = {key: value for key, value in message.items() if key not in ("role", "content")}
         message = ChatMessage(message["role"], message.get("content") or "", extra)
+    if not isinstance(message.content, str):
+        raise TypeError(f"content must be text, not {type(message.content).__name__}")
     extra_json = json.dumps(message.extra) if message.extra else ""
     return pb.ChatMessage(role=message.role, content=message.content, extra_json=extra_json)

@@ -1,13 +1,16 @@
 """What `tandem generate` and `tandem chat` print: streams of a running scheduler on the terminal."""
 
+import contextlib
 import dataclasses
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 
+from shared.errors import Unavailable
 from tandem.client import Client
 from tandem.values import Delta
 
@@ -16,7 +19,7 @@ _notes = Console(stderr=True, highlight=False, style="dim")
 
 def generate(endpoint: str, prompt: str, *, as_json: bool, **parameters: Any) -> None:
     """Streams the continuation of `prompt`: text with a summary on standard error, or one JSON object per piece."""
-    with Client(endpoint) as client:
+    with _connected(endpoint) as client:
         started = time.monotonic()
         for delta in client.generate(prompt, **parameters):
             if as_json:
@@ -28,7 +31,7 @@ def generate(endpoint: str, prompt: str, *, as_json: bool, **parameters: Any) ->
 def chat(endpoint: str, *, system: str | None, **parameters: Any) -> None:
     """Turn by turn until the end of standard input."""
     messages = [{"role": "system", "content": system}] if system else []
-    with Client(endpoint) as client:
+    with _connected(endpoint) as client:
         while (said := _ask()) is not None:
             messages.append({"role": "user", "content": said})
             answer, started = "", time.monotonic()
@@ -36,6 +39,15 @@ def chat(endpoint: str, *, system: str | None, **parameters: Any) -> None:
                 answer += delta.text
                 show(delta, started)
             messages.append({"role": "assistant", "content": answer})
+
+
+@contextlib.contextmanager
+def _connected(endpoint: str) -> Iterator[Client]:
+    with Client(endpoint) as client:
+        try:
+            yield client
+        except Unavailable as error:
+            raise Unavailable(f"{endpoint}: {error} (`tandem serve` starts a server)") from None
 
 
 def _ask() -> str | None:

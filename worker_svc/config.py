@@ -72,6 +72,9 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         """Checks every value on its own; what depends on the model is checked when that is read."""
         check_bounds(self, _COUNTS, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            least = f"at least --max-num-seqs, {self.max_num_seqs}, is needed"
+            raise StartupError(f"--max-num-batched-tokens {self.max_num_batched_tokens}: {least}")
         check_bounds(self, ("port",), 0, 65535)
         check_bounds(self, ("drain_timeout", "load_seed"), 0)
         if not 0 < self.gpu_memory_utilization <= 1:

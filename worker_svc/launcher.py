@@ -34,8 +34,8 @@ async def launch(config: WorkerConfig) -> None:
     check_model(config, load_model_config(config.folder))
     require_free(config.host, config.port)
     with (
-        tempfile.TemporaryDirectory(prefix="tandem-worker-", ignore_cleanup_errors=True) as name,
         stop_signals() as stopped,
+        tempfile.TemporaryDirectory(prefix="tandem-worker-", ignore_cleanup_errors=True) as name,
     ):
         folder = Path(name)
         cells = create_cells(folder / "progress", config.tensor_parallel)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import structlog
 
-from shared.errors import DeadlineExceeded, RequestFailed, TandemError, Unavailable
+from shared.errors import DeadlineExceeded, LeaseHeld, RequestFailed, TandemError, Unavailable
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.types import DEPTH_LIMIT, StepResult, WorkerDescription
 from shared.wire import description_to_pb, result_to_pb
@@ -73,6 +73,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             async for plan, result in steps.results():
                 result = dataclasses.replace(result, draining=self.draining)
                 yield result_to_pb(result, plan.instance)
+        except (LeaseHeld, Unavailable):
+            raise  # a scheduler that waits for its turn asks several times a second, and logs why by itself
         except TandemError as error:
             _log.warning("plan stream ended", problem=str(error))
             raise

@@ -8,6 +8,16 @@ lifecycle and scheduler (the verbs), invariants (what is always true).
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.outputs import Counters, Ended, GroupLoad, Load, StepOutputs
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.scheduler import RETRY_AFTER_MS, Scheduler
 
-__all__ = ["CoreConfig", "Counters", "Ended", "GroupLoad", "Load", "Request", "Scheduler", "StepOutputs"]
+__all__ = [
+    "RETRY_AFTER_MS",
+    "CoreConfig",
+    "Counters",
+    "Ended",
+    "GroupLoad",
+    "Load",
+    "Request",
+    "Scheduler",
+    "StepOutputs",
+]

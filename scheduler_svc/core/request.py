@@ -46,6 +46,8 @@ class Request:
     """Smaller is more important."""
     constrained: bool = False
     """Samples only where the caller told the allowed tokens (mask_ready)."""
+    again: bool = False
+    """It was accepted before, by a core that is gone: a full queue does not refuse it."""
 
     def row_sampling(self) -> RowSampling:
         """What a worker needs of it."""

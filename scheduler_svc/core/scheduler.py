@@ -91,7 +91,7 @@ class Scheduler:
         assert request.key not in self._life.by_key, f"key {request.key} is used twice"
         if request.sample_index in self._life.by_id.get(request.request_id, ()):
             raise DuplicateRequest(f"request_id: {request.request_id!r} is the id of a live request")
-        if len(self._life.queue) >= self.config.max_queue:
+        if len(self._life.queue) >= self.config.max_queue and not request.again:
             raise QueueFull(f"{len(self._life.queue)} requests are waiting already: try again later", RETRY_AFTER_MS)
         self._arrivals += 1
         sequence = Sequence(

@@ -74,6 +74,7 @@ class CoreLink:
         self._writer = writer
         for handle, sample in self._live.items():
             sample.submission.output = pack(np.array(sample.output, dtype=np.int32))
+            sample.submission.again = True
             self._send(core_pb2.FrontendMessage(submit=sample.submission))
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
         while (payload := await read_message(reader)) is not None:

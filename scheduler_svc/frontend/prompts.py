@@ -93,6 +93,8 @@ def _load_tokenizer(path: Path) -> Tokenizer:
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
     extra = _object("chat.messages.extra_json", message.extra_json)
+    if taken := sorted({"role", "content"} & extra.keys()):
+        raise InvalidRequest("chat.messages.extra_json", f"{', '.join(taken)} can't be set here")
     return {"role": message.role, "content": message.content, **extra}
 
 

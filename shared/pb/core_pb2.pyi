@@ -83,6 +83,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CONSTRAINED_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's own number for it, unique on this connection."""
     request_id: _builtins.str
@@ -105,6 +106,8 @@ class Submit(_message.Message):
     """Smaller is more important."""
     constrained: _builtins.bool
     """The sequence samples only where a MaskReady told the allowed tokens."""
+    again: _builtins.bool
+    """An earlier core had accepted it: a full queue does not refuse it."""
     @_builtins.property
     def sampling(self) -> Global___SequenceSampling:
         """How to sample, resolved."""
@@ -124,10 +127,11 @@ class Submit(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         constrained: _builtins.bool = ...,
+        again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "constrained", b"constrained", "handle", b"handle", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "cache_salt", b"cache_salt", "constrained", b"constrained", "handle", b"handle", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

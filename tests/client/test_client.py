@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 import tandem
 from shared.pb import core_pb2
 from tandem import AsyncClient, ChatMessage, Client, Finish, WorkerLoad
+from tandem import requests as tandem_requests
 from tests.client.conftest import Server
 from tests.frontend.fake_core import Answer, failed, ids, length, stopped
 
@@ -215,3 +216,38 @@ def test_the_async_client_says_the_same(server: Server, tokenizer: Tokenizer) ->
 def test_importing_the_library_loads_neither_the_scheduler_nor_torch() -> None:
     code = "import sys, tandem; sys.exit(any(n.split('.')[0] in ('scheduler_svc', 'torch') for n in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("The", {"max_tokens": -1}, "max_tokens"),
+        ("The", {"max_tokens": 1 << 40}, "max_tokens"),
+        ("The", {"seed": -1}, "seed"),
+        ("The", {"temperature": "hot"}, "temperature"),
+        ("The", {"n": -1}, "n"),
+        ("The", {"output_token_ids": ["a"]}, "output_token_ids"),
+        ("The \ud83d", {}, "text"),
+        ([1 << 70], {}, "token_ids"),
+        (b"The", {}, "prompt"),
+        (None, {}, "prompt"),
+        ({"role": "user"}, {}, "prompt"),
+        ([{"content": "The"}], {}, "messages[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, "messages[0]"),
+        ([{"role": "user", "content": "The"}], {"tools": [object()]}, "tools"),
+    ],
+)
+def test_what_no_field_can_hold_is_refused_by_name(prompt: object, options: dict[str, object], field: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(tandem.InvalidRequest) as refused:
+        client.generate(prompt, **options)  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+def test_one_stop_string_needs_no_list(server: Server) -> None:
+    server.answer = lambda submit: ([7], stopped(7))
+    with Client(server.endpoint) as client:
+        assert client.complete("The", stop="fox").samples[0].finish == Finish("stop", 7)
+        with pytest.raises(tandem.InvalidRequest, match="stop"):
+            client.complete("The", stop="")
+    request = tandem_requests.generate_request("The", stop="fox")
+    assert list(request.stopping.stop) == ["fox"]

@@ -152,6 +152,10 @@ def test_a_template_that_does_not_parse_stops_the_start_with_one_line(tmp_path: 
         (pb.ChatPrompt(), "chat.messages"),
         (pb.ChatPrompt(messages=[pb.ChatMessage(role="alien", content="x")]), "unknown role: alien"),
         (pb.ChatPrompt(messages=[pb.ChatMessage(role="user", extra_json="[1]")]), "extra_json: must be a JSON object"),
+        (
+            pb.ChatPrompt(messages=[pb.ChatMessage(role="user", extra_json='{"role": "system"}')]),
+            "extra_json: role can't",
+        ),
         (pb.ChatPrompt(messages=[pb.ChatMessage(role="user")], tools_json=["{"]), "tools_json: not JSON"),
         (pb.ChatPrompt(messages=[pb.ChatMessage(role="user")], tools_json=['{"a":' * 50_000]), "tools_json: not JSON"),
         (

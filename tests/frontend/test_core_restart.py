@@ -30,7 +30,8 @@ def test_live_requests_are_submitted_again_with_their_output_so_far(model: Path,
             await served.core.start()
             (after,) = (await served.core.submitted(2))[-1:]
             assert ids(after.output) == output[:cut]
-            after.output, before.handle = b"", after.handle
+            assert after.again, "a full queue must not refuse it"
+            after.output, after.again, before.handle = b"", False, after.handle
             assert after == before
             served.core.give(after, output[cut:], length(), cached_tokens=0)
             responses = [first, *await rest(call)]

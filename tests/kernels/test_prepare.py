@@ -8,14 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import ints, poisoned
-from worker_svc.kernels.prepare import (
-    RowInputs,
-    SlotState,
-    TokenInputs,
-    append_tokens,
-    prepare_decode,
-    prepare_mixed,
-)
+from worker_svc.kernels.prepare import SlotState, TokenInputs, append_tokens, prepare_decode
+from worker_svc.kernels.prepare_mixed import RowInputs, prepare_mixed
 
 BLOCK_SIZE = 16
 NUM_SLOTS, WIDTH = 40, 5

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels import COMPILED, DEVICE, DTYPES, ints, poisoned, randn
-from worker_svc.kernels.sampling import SlotSampling, choose_tokens, gumbel_candidates
+from worker_svc.kernels.candidates import SlotSampling
+from worker_svc.kernels.choose import choose_tokens
+from worker_svc.kernels.gumbel import gumbel_candidates
 from worker_svc.kernels.top_k import top_candidates
 from worker_svc.layers.filters import filter_logits
 from worker_svc.layers.noise import exponential, row_keys, torch_noise_bits
@@ -107,13 +109,16 @@ def test_filtered_rows(vocabulary: int, given: dict[str, Any], dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_the_64_best_wherever_they_lie(vocabulary: int) -> None:
-    """Rising, falling, all equal, many equal, 64 in one group; equal ones by the lower token."""
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_64_best_wherever_they_lie(vocabulary: int, dtype: torch.dtype) -> None:
+    """Rising, falling, all equal, many equal, all in the middle; of equal ones the lower tokens."""
     ramp = torch.arange(vocabulary).float()
-    logits = torch.stack((ramp, -ramp, torch.zeros(vocabulary), ramp // 7 % 5, -(ramp - vocabulary // 2).abs()))
+    logits = torch.stack((ramp, -ramp, torch.zeros(vocabulary), ramp // 7 % 5, -(ramp - vocabulary // 2).abs())).to(
+        dtype
+    )
     top = top_candidates(logits.to(DEVICE), ints(range(5)), slot_sampling(5, top_k=64))
     tokens = 0x7FFFFFFF - (top.cpu() & 0x7FFFFFFF)
-    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :64]
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :64].sort(dim=-1).values
     assert tokens[:, : expected.shape[1]].tolist() == expected.tolist()
 
 

@@ -79,6 +79,18 @@ def test_requests_end_where_no_worker_ever_comes(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_requests_before_the_first_worker_are_bounded_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path, max_queue=2) as (engine, peer, _):
+            for handle in (1, 2, 3):
+                peer.submit(handle, bytes(8))
+            ended = await asyncio.wait_for(peer.end(), 5)
+            assert (ended.handle, ended.failure.code) == (3, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+            assert engine.held == 4, "two requests, each in two maps"
+
+    asyncio.run(scenario())
+
+
 def test_a_malformed_submit_fails_alone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as (engine, peer, _):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,8 @@ import psutil
 import pytest
 
 from shared.ports import find_free, require_free
+from shared.process import STARTUP_FAILED
+from tandem.models import model_folder
 from tests.service.tandem_process import Tandem, running
 
 
@@ -120,6 +123,12 @@ def test_generate_reads_standard_input_and_prints_json(service: Tandem) -> None:
     assert "".join(piece["text"] for piece in pieces) == plain.stdout.rstrip("\n")
 
 
+def test_text_that_is_not_utf_8(service: Tandem) -> None:
+    command = [sys.executable, "-m", "tandem", "generate", "-", "--endpoint", service.endpoint]
+    result = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60)
+    assert result.returncode == 1 and result.stderr.startswith(b"tandem: ") and result.stderr.count(b"\n") == 1
+
+
 def test_chat_answers_each_turn(service: Tandem) -> None:
     result = tandem("chat", "--endpoint", service.endpoint, "--max-tokens", "16", stdin="Hello\nWho are you?\n")
     assert result.returncode == 0, result.stderr
@@ -147,14 +156,38 @@ def test_the_scheduler_has_no_torch(service: Tandem) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_ctrl_c_leaves_no_process_and_no_socket(tmp_path: Path) -> None:
+def test_a_scheduler_and_a_worker_of_different_models(tmp_path: Path) -> None:
+    """One line that names both, whichever is started first."""
+    other = Path(shutil.copytree(model_folder("tiny"), tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    port = str(find_free("127.0.0.1"))
+    command = [sys.executable, "-m", "tandem", "worker", "--model", str(other), "--port", port]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert worker.stdout is not None and worker.stdout.readline()
+        arguments = ["--model", "tiny", "--workers", f"127.0.0.1:{port}", "--port", str(find_free("127.0.0.1"))]
+        result = tandem("scheduler", *arguments, env={**os.environ, "TANDEM_LOG_LEVEL": "WARNING"})
+        one_line(result, "other", "fingerprint")
+    finally:
+        worker.terminate()
+        worker.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_process_and_no_socket(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C, an orchestrator, a terminal that is closed."""
     sockets = tmp_path / "sockets"
     sockets.mkdir()
-    with running(tmp_path / "log", "--kv-cache-memory", "64", TMPDIR=str(sockets)) as service:
-        assert list(sockets.rglob("*.sock"))
-        port = service.port
+    service = Tandem(tmp_path / "log", "--kv-cache-memory", "64", TMPDIR=str(sockets))
+    service.wait_ready()
+    family = service.everyone()
+    assert list(sockets.rglob("*.sock"))
+    service.process.send_signal(number)
+    assert service.process.wait(timeout=30) == 0
+    assert psutil.wait_procs(family, timeout=2)[1] == []
     assert list(sockets.iterdir()) == []
-    require_free("127.0.0.1", port)
+    require_free("127.0.0.1", service.port)
 
 
 def test_a_second_ctrl_c_waits_for_no_stream_and_leaves_nothing_either(tmp_path: Path) -> None:
@@ -180,3 +213,47 @@ def test_a_second_ctrl_c_waits_for_no_stream_and_leaves_nothing_either(tmp_path:
     assert psutil.wait_procs(family, timeout=2)[1] == []
     assert list(files.iterdir()) == []
     assert "Traceback" not in service.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["x", "--max-tokens", "-3"], "max_tokens"),
+        (["x", "--max-tokens", str(1 << 64)], "max_tokens"),
+        (["x", "--seed", "-1"], "seed"),
+        (["x", "--seed", str(1 << 64)], "seed"),
+        (["a\udcffb"], "text"),
+    ],
+)
+def test_what_can_not_be_sent_is_one_line(arguments: list[str], named: str) -> None:
+    one_line(tandem("generate", *arguments), named)
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_step_smaller_than_the_batch_is_one_line(command: str) -> None:
+    one_line(tandem(command, "--model", "tiny", "--max-num-batched-tokens", "1"), "--max-num-batched-tokens", "64")
+
+
+def test_no_room_for_the_output_is_one_line(service: Tandem) -> None:
+    command = [sys.executable, "-m", "tandem", "generate", "It is", "--endpoint", service.endpoint, "--max-tokens", "3"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    one_line(result, "No space left")
+
+
+def test_more_kv_memory_than_there_is_is_one_line() -> None:
+    result = tandem("worker", "--model", "tiny", "--port", "0", "--kv-cache-memory", "100000000")
+    assert result.returncode == STARTUP_FAILED
+    assert "Traceback" not in result.stderr
+    assert "--kv-cache-memory" in result.stderr.splitlines()[-1]
+
+
+def test_a_folder_too_deep_for_a_socket_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    one_line(
+        tandem("scheduler", "--model", "tiny", "--workers", "127.0.0.1:1", "--port", str(find_free("127.0.0.1"))),
+        "TMPDIR",
+    )
+    assert list(deep.iterdir()) == []

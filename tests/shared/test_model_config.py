@@ -54,6 +54,12 @@ def test_both_spellings_of_rope(tmp_path: Path, given: dict[str, Any], kind: str
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"architectures": None}, "none"),
         ({"hidden_size": ...}, "hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"vocab_size": 100.5}, "vocab_size"),
+        ({"rope_theta": "large"}, "large"),
+        ({"eos_token_id": "<|end|>"}, "eos_token_id"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -63,6 +69,27 @@ def test_what_cannot_be_served_is_named(tmp_path: Path, given: dict[str, Any], n
     config = {key: value for key, value in {**BASE, **given}.items() if value is not ...}
     with pytest.raises(StartupError, match=named):
         load_model_config(folder(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -5),
+        ("temperature", "hot"),
+        ("temperature", 101),
+        ("top_k", 1.5),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 7),
+        ("min_p", -0.1),
+        ("min_p", float("nan")),
+        ("eos_token_id", "x"),
+        ("eos_token_id", [3, "x"]),
+    ],
+)
+def test_a_generation_config_that_no_request_could_have_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(StartupError, match=key):
+        load_model_config(folder(tmp_path, {**BASE, "eos_token_id": 3}, generation_config={key: value}))
 
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:

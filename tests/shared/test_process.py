@@ -96,6 +96,19 @@ def test_a_child_that_cannot_start_ends_the_family(module, capsys: pytest.Captur
     assert capsys.readouterr().out == ""
 
 
+def test_a_child_that_keeps_ending_before_ready_ends_the_family(module, tmp_path: Path) -> None:
+    log = tmp_path / "starts"
+    name = module("broken", f"open({str(log)!r}, 'a').write('x'); raise RuntimeError")
+
+    async def scenario() -> bool:
+        family = Supervisor()
+        family.start("broken", name, [])
+        return await family.run(asyncio.Event(), asyncio.sleep(60), "ready")
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert log.read_text() == "xxxxx"
+
+
 def test_after_ready_even_that_child_is_started_again(module, tmp_path: Path) -> None:
     """A port that is not free yet must not end a service that ran for days."""
     log = tmp_path / "starts"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shared.errors import StartupError
-from shared.ports import find_free, require_free
-from shared.settings import from_json, to_json
+from shared.ports import address, find_free, require_free
+from shared.settings import check_bounds, from_json, to_json
 
 
 @dataclass(frozen=True)
@@ -43,3 +43,25 @@ def test_a_busy_port_is_told_even_where_the_other_shares_it() -> None:
 
 def test_a_free_port_is_free() -> None:
     require_free("127.0.0.1", find_free("127.0.0.1"))
+
+
+def test_an_ipv6_address_is_in_brackets() -> None:
+    assert address("::1", 5) == "[::1]:5"
+    assert address("127.0.0.1", 5) == "127.0.0.1:5"
+
+
+def test_the_flag_that_is_wrong_is_named() -> None:
+    with pytest.raises(StartupError, match="choose another --host"):
+        require_free("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(("count", "seconds"), [(0, 1.5), (5, 1.5), (1, float("nan"))])
+def test_a_value_out_of_bounds(count: int, seconds: float) -> None:
+    settings = Settings(Path("."), (), count=count, seconds=seconds)
+    with pytest.raises(StartupError, match=r"^--(count|seconds) "):
+        check_bounds(settings, ("count",), 1, 4)
+        check_bounds(settings, ("seconds",), 0)
+
+
+def test_values_within_bounds() -> None:
+    check_bounds(Settings(Path("."), ()), ("count", "seconds"), 1, 4)

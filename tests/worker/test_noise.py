@@ -49,8 +49,8 @@ def excess(counts: NDArray[np.int64]) -> float:
     st.integers(0, 2**20),
 )
 def test_torch_has_the_bits_of_numpy(rows: list[tuple[int, int]], start: int) -> None:
-    seeds, positions = (np.array(column) for column in zip(*rows, strict=True))
-    keys = row_keys(seeds.astype(np.uint64), positions.astype(np.int64))
+    seeds, positions = zip(*rows, strict=True)
+    keys = row_keys(np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.int64))
     expected = noise_bits(keys, np.arange(start, start + 50, dtype=np.uint32))
     np.testing.assert_array_equal(torch_noise_bits(keys, start, 50).numpy().view(np.uint32), expected)
 

@@ -100,8 +100,6 @@ def _rotate_and_store_kernel(
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1]
     dim = tl.arange(0, HALF)[None, :]  # [1, HALF]
     is_query = head < NUM_HEADS
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     cos = tl.load(cos_ptr + position * HALF + dim)
@@ -122,9 +120,12 @@ def _rotate_and_store_kernel(
     rotated_second = (y * cos + x * sin).to(first.dtype)
     tl.store(source, rotated_first, mask=is_query & inside)
     tl.store(source + HALF, rotated_second, mask=is_query & inside)
+    stored_heads = tl.where(slot >= 0, NUM_HEADS + 2 * NUM_KV_HEADS, 0)  # none of a token without a slot
+    is_key = (head >= NUM_HEADS) & (head < tl.minimum(stored_heads, NUM_HEADS + NUM_KV_HEADS))
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < stored_heads)
     key = key_cache_ptr + (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + dim
-    tl.store(key, rotated_first, mask=is_key & inside & (slot >= 0))
-    tl.store(key + HALF, rotated_second, mask=is_key & inside & (slot >= 0))
+    tl.store(key, rotated_first, mask=is_key & inside)
+    tl.store(key + HALF, rotated_second, mask=is_key & inside)
     value = value_cache_ptr + (slot * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM + dim
-    tl.store(value, first, mask=is_value & inside & (slot >= 0))
-    tl.store(value + HALF, second, mask=is_value & inside & (slot >= 0))
+    tl.store(value, first, mask=is_value & inside)
+    tl.store(value + HALF, second, mask=is_value & inside)

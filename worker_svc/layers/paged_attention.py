@@ -13,6 +13,8 @@ from torch import Tensor
 from worker_svc.kernels.paged_attention import num_splits, paged_attention
 from worker_svc.layers.kv_cache import LayerCache
 
+_MANY_ROWS = 64  # from here on a dependent launch takes more from the kernel before than it gains
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
@@ -39,7 +41,7 @@ class DecodeAttention:
             self.seq_lens,
             out=out.flatten(1),
             splits=splits,
-            pdl=self.pdl,
+            pdl=self.pdl and len(query) < _MANY_ROWS,
         )
         return out
 

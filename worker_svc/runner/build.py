@@ -111,12 +111,28 @@ def _torch_runner(
     num_blocks = group.minimum(config.num_kv_blocks or (memory << 20) // per_block)
     if num_blocks == 0:
         raise StartupError(f"--kv-cache-memory {memory}: one block takes {per_block} bytes")
-    cache = KVCache(
-        model_config.num_layers, num_blocks, config.block_size, kv_heads, model_config.head_dim, dtype, device
-    )
+    cache = make_cache(config, model_config, group, num_blocks, dtype, device)
     batch = BatchState(make_limits(config, model_config, num_blocks))
     sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
     return TorchRunner(model, cache, batch, sampler, device)
+
+
+def make_cache(
+    config: WorkerConfig,
+    model: ModelConfig,
+    group: TensorParallel,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """The K/V memory of one rank. Raises StartupError where there is less."""
+    kv_heads = kv_heads_per_rank(model.num_kv_heads, group)
+    try:
+        return KVCache(model.num_layers, num_blocks, config.block_size, kv_heads, model.head_dim, dtype, device)
+    except RuntimeError:  # torch's kind for no memory, on every device
+        per_block = block_bytes(model.num_layers, config.block_size, kv_heads, model.head_dim, dtype)
+        size = f"{num_blocks} K/V blocks take {num_blocks * per_block >> 20} MiB per rank, more than there is"
+        raise StartupError(f"{size}: choose a smaller --kv-cache-memory or --num-kv-blocks") from None
 
 
 def make_limits(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> Limits:

@@ -6,13 +6,13 @@ import torch
 from shared.errors import StartupError
 from shared.model_config import ModelConfig
 from worker_svc.config import WorkerConfig
-from worker_svc.layers.kv_cache import KVCache, block_bytes
+from worker_svc.layers.kv_cache import block_bytes
 from worker_svc.layers.linear import kv_heads_per_rank
 from worker_svc.layers.paged_attention import FlashAttention3, Heads
 from worker_svc.layers.sampler import Sampler
 from worker_svc.parallel import TensorParallel
 from worker_svc.runner.batch import BatchState
-from worker_svc.runner.build import make_limits
+from worker_svc.runner.build import make_cache, make_limits
 from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.kernel_runner import KernelRunner
 from worker_svc.runner.lanes import Lanes, cuda_lanes
@@ -58,11 +58,7 @@ class RunnerParts:
         num_blocks: int,
         device: torch.device,
     ) -> None:
-        kv_heads = kv_heads_per_rank(model_config.num_kv_heads, group)
-        dtype = model.head.weight.dtype
-        self.cache = KVCache(
-            model_config.num_layers, num_blocks, config.block_size, kv_heads, model_config.head_dim, dtype, device
-        )
+        self.cache = make_cache(config, model_config, group, num_blocks, model.head.weight.dtype, device)
         limits = make_limits(config, model_config, num_blocks)
         self.batch = BatchState(limits)
         self.state = DeviceState(limits, device)

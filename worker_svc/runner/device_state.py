@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from shared.types import Admission, IntArray
+from worker_svc.kernels.candidates import SlotSampling
 from worker_svc.kernels.prepare import SlotState
-from worker_svc.kernels.sampling import SlotSampling
 from worker_svc.runner.batch import Limits
 
 MAX_SUPPRESSED = 8

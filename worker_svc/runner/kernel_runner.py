@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shared.types import IntArray, StepPlan
-from worker_svc.kernels.sampling import MAX_TOP_K
+from worker_svc.kernels.candidates import MAX_TOP_K
 from worker_svc.kernels.scatter import scatter
 from worker_svc.layers.attention import TorchAttention
 from worker_svc.layers.kv_cache import KVCache
@@ -96,7 +96,8 @@ class KernelRunner:
             return None
         self._state.set_rows(inputs.slots)
         if inputs.decodes:
-            return tokens, rows
+            return tokens, self._programs.decode_size(rows)
+        rows = self._programs.decode_size(rows)
         bucket = self._programs.mixed_size(tokens, rows) if self._flash else (tokens, rows)
         known = inputs.token_ids.astype(np.int32)
         known[inputs.feedback_index] = -1
@@ -105,11 +106,13 @@ class KernelRunner:
 
     def _launch(self, inputs: StepInputs, bucket: tuple[int, int]) -> None:
         if inputs.decodes:
-            self._programs.decode(len(inputs.slots))
+            self._programs.decode(bucket[1])
         elif self._flash:
             self._programs.mixed(bucket)
         else:
             self._kernels.mixed(*bucket, self._torch_attention.prepare(inputs))
+        narrow = inputs.sampling.filtered & (inputs.sampling.top_k <= MAX_TOP_K)
+        self._programs.sample(bucket[1], narrow=bool(narrow.any()))
 
     def _sample_others(self, inputs: StepInputs) -> None:
         """Rows that sample in a way that the kernels don't know take their tokens from torch."""

@@ -21,11 +21,11 @@ from worker_svc.runner.step_kernels import StepKernels
 
 _log = structlog.get_logger(__name__)
 
-_Key: TypeAlias = tuple[int, ...]  # (rows,) of a decode step, (tokens, rows) of a mixed one
+_Key: TypeAlias = tuple[str, int, int]  # a part of a step and its size
 
 
 class Programs:
-    """Runs a step of at least the size that is asked for."""
+    """Runs a step in two parts: what gives logits, and what samples from them."""
 
     def __init__(self, kernels: StepKernels, limits: Limits, *, mixed: bool) -> None:
         """`mixed`: whether steps of rows of any length can be captured."""
@@ -37,7 +37,7 @@ class Programs:
     @torch.inference_mode()
     def capture(self, *, report: bool) -> None:
         """Captures all graphs, the largest first: the others fit into its memory."""
-        keys = [*reversed(self._mixed), *((rows,) for rows in reversed(self._rows))]
+        keys = self._keys()
         started = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         for key in _with_progress(keys, report):
@@ -48,20 +48,37 @@ class Programs:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs the largest steps: compiles what they need, and takes the memory that they take."""
-        for key in [*self._mixed[-1:], (self._rows[-1],)]:
+        largest: dict[str, _Key] = {}
+        for key in self._keys():
+            largest.setdefault(key[0], key)
+        for key in largest.values():
             self._call(key)()
 
+    def decode_size(self, rows: int) -> int:
+        """The bucket of decode rows."""
+        return smallest(self._rows, rows)
+
     def decode(self, rows: int) -> None:
-        """A step of `rows` decode rows or more."""
-        self._run((smallest(self._rows, rows),))
+        """Logits of a bucket that decode_size gave."""
+        self._run(("decode", rows, 0))
 
     def mixed_size(self, tokens: int, rows: int) -> tuple[int, int]:
         """The bucket of a mixed step."""
         return next(bucket for bucket in self._mixed if bucket[0] >= tokens and bucket[1] >= rows)
 
     def mixed(self, bucket: tuple[int, int]) -> None:
-        """A step of a bucket that mixed_size gave."""
-        self._run(bucket)
+        """Logits of a bucket that mixed_size gave."""
+        self._run(("mixed", *bucket))
+
+    def sample(self, rows: int, *, narrow: bool) -> None:
+        """Tokens from the logits of so many rows. `narrow`: see StepKernels.sample."""
+        self._run(("sample", rows, narrow))
+
+    def _keys(self) -> list[_Key]:
+        rows = list(reversed(self._rows))
+        samples: list[_Key] = [("sample", count, narrow) for count in rows for narrow in (False, True)]
+        mixed: list[_Key] = [("mixed", *bucket) for bucket in reversed(self._mixed)]
+        return [*mixed, *(("decode", count, 0) for count in rows), *samples]
 
     def _run(self, key: _Key) -> None:
         graph = self._graphs.get(key)
@@ -71,9 +88,12 @@ class Programs:
             graph.replay()
 
     def _call(self, key: _Key) -> Callable[[], None]:
-        if len(key) == 1:
-            return partial(self._kernels.decode, key[0])
-        return partial(self._kernels.mixed, key[0], key[1])
+        part, size, other = key
+        if part == "decode":
+            return partial(self._kernels.decode, size)
+        if part == "mixed":
+            return partial(self._kernels.mixed, size, other)
+        return partial(self._kernels.sample, size, bool(other))
 
 
 def _captured(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:

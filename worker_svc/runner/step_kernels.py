@@ -1,4 +1,4 @@
-"""One step on a GPU, from rows to sampled tokens, as a sequence of launches that read all values on the device.
+"""One step on a GPU, from rows to logits and from logits to tokens, as launches that read all values on the device.
 
 Shapes are those of a bucket, so a call can be captured in a CUDA graph and replayed for any rows that fit in it. Knows
 no plan; what the rows are stands in the device state.
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker_svc.kernels.prepare import RowInputs, TokenInputs, append_tokens, prepare_decode, prepare_mixed
-from worker_svc.kernels.sampling import choose_tokens, gumbel_candidates
+from worker_svc.kernels.choose import choose_tokens
+from worker_svc.kernels.gumbel import gumbel_candidates
+from worker_svc.kernels.prepare import TokenInputs, append_tokens, prepare_decode
+from worker_svc.kernels.prepare_mixed import RowInputs, prepare_mixed
 from worker_svc.kernels.top_k import top_candidates
 from worker_svc.layers.attention import ForwardInputs, StepAttention
 from worker_svc.layers.kv_cache import KVCache
@@ -70,21 +72,22 @@ class StepKernels:
         """Token ids, and 1 where a row failed."""
 
     def decode(self, rows: int) -> None:
-        """Rows of one token each, the last sampled one of their slots."""
-        state, pdl = self._state, self._attention.pdl
+        """Logits of rows of one token each, the last sampled one of their slots."""
+        state = self._state
         slots, tokens, seq_lens = state.row_slots[:rows], self._first_tokens(rows), self._seq_lens[:rows]
         prepare_decode(slots, state.slots, self._block_size, out=tokens, seq_lens=seq_lens)
         attention: StepAttention
         if self._attention.own_decode:
-            attention = DecodeAttention(state.slots.block_tables, slots, seq_lens, pdl)
+            attention = DecodeAttention(state.slots.block_tables, slots, seq_lens, self._attention.pdl)
         else:
             assert self._attention.flash is not None
             tables = state.slots.block_tables.index_select(0, slots.clamp(min=0))
             attention = self._attention.flash.prepare(self._counting[: rows + 1], seq_lens, tables, 1)
-        self._sample(self._forward(tokens, attention), slots)
+        self._sampling_slots[:rows].copy_(slots)
+        self._head(self._forward(tokens, attention))
 
     def mixed(self, tokens: int, rows: int, attention: StepAttention | None = None) -> None:
-        """Rows of any number of tokens. `attention` stands in where there is no FlashAttention."""
+        """Logits of the last tokens of rows of any number. `attention` stands in where there is no FlashAttention."""
         state = self._state
         inputs = self._first_tokens(tokens)
         row_inputs = RowInputs(
@@ -105,7 +108,28 @@ class StepKernels:
             assert self._attention.flash is not None
             attention = self._attention.flash.prepare(cu_seqlens, row_inputs.seq_lens, row_inputs.block_tables, tokens)
         hidden = self._forward(inputs, attention)
-        self._sample(hidden.index_select(0, row_inputs.last_index), row_inputs.sampling_slots)
+        self._head(hidden.index_select(0, row_inputs.last_index))
+
+    def sample(self, rows: int, narrow: bool) -> None:
+        """Samples from the logits where a row reaches its sequence's end, and takes the tokens into the state.
+
+        `narrow`: whether some rows sample from their top 64 tokens or fewer.
+        """
+        head, sampling, pdl = self._model.head, self._state.sampling, self._attention.pdl
+        slots, logits = self._sampling_slots[:rows], self.logits[:rows, : head.num_valid]
+        tokens, failed = self.sampled[0, :rows], self.sampled[1, :rows]
+        candidates = gumbel_candidates(logits, slots, sampling, first_token=head.start, pdl=pdl)
+        top = top_candidates(logits, slots, sampling, first_token=head.start, pdl=pdl) if narrow else None
+        choose_tokens(
+            head.group.all_gather(candidates).flatten(0, 1),
+            None if top is None else head.group.all_gather(top),
+            slots,
+            sampling,
+            tokens=tokens,
+            failed=failed,
+            pdl=pdl,
+        )
+        append_tokens(slots, tokens, self._state.slots, pdl=pdl)
 
     def _first_tokens(self, count: int) -> TokenInputs:
         all_tokens = self._tokens
@@ -115,20 +139,5 @@ class StepKernels:
         inputs = ForwardInputs(tokens.token_ids, tokens.positions, tokens.slot_mapping, attention)
         return self._model(inputs, self._cache.layers)
 
-    def _sample(self, hidden: Tensor, slots: Tensor) -> None:
-        """Samples where the slot is not -1, and takes the tokens into the state."""
-        head, sampling, pdl, rows = self._model.head, self._state.sampling, self._attention.pdl, len(slots)
-        logits = head.logits(hidden, out=self.logits[:rows])[:, : head.num_valid]
-        candidates = gumbel_candidates(logits, slots, sampling, first_token=head.start, pdl=pdl)
-        top = top_candidates(logits, slots, sampling, first_token=head.start, pdl=pdl)
-        tokens, failed = self.sampled[0, :rows], self.sampled[1, :rows]
-        choose_tokens(
-            head.group.all_gather(candidates).flatten(0, 1),
-            head.group.all_gather(top),
-            slots,
-            sampling,
-            tokens=tokens,
-            failed=failed,
-            pdl=pdl,
-        )
-        append_tokens(slots, tokens, self._state.slots, pdl=pdl)
+    def _head(self, hidden: Tensor) -> None:
+        self._model.head.logits(hidden, out=self.logits[: len(hidden)])
