@@ -40,6 +40,8 @@ class Timeline:
     batch: int
     period_us: float
     busy_share: float
+    between_us: float
+    """From the end of a step's last kernel to the first of the next, those that send changes included."""
     kernels: list[Kernel]
 
 
@@ -81,8 +83,16 @@ def measure(engine: Engine, batch: int, steps: int) -> Timeline:
     times: Counter[str] = Counter()
     for event in inside:
         times[event.name] += event.time_range.end - event.time_range.start
+    between = [_gap_before(events, start) for start in starts[1:]]
     kernels = [Kernel(name, calls[name] / count, round(us / count, 2)) for name, us in times.most_common()]
-    return Timeline(batch, round(span / count, 1), round(_busy(inside) / span, 4), kernels)
+    busy, gap = round(_busy(inside) / span, 4), round(float(np.mean(between)), 1)
+    return Timeline(batch, round(span / count, 1), busy, gap, kernels)
+
+
+def _gap_before(events: list[Any], start: float) -> float:
+    """Since the end of the last kernel before, copies and what writes changes left out."""
+    step = [e for e in events if e.time_range.start < start and "_kernel" in e.name and e.name != "_scatter_kernel"]
+    return float(max(start - max(e.time_range.end for e in step[-50:]), 0.0))
 
 
 def _busy(events: list[Any]) -> float:
@@ -94,7 +104,8 @@ def _busy(events: list[Any]) -> float:
 
 
 def _print(timeline: Timeline, most: int) -> None:
-    title = f"batch {timeline.batch}: {timeline.period_us:,} us a step, GPU busy {timeline.busy_share:.1%}"
+    title = f"batch {timeline.batch}: {timeline.period_us:,} us a step, GPU busy {timeline.busy_share:.1%}, "
+    title += f"{timeline.between_us} us between steps"
     table = Table(title=title)
     for name in ("kernel", "calls a step", "us a step"):
         table.add_column(name, justify="left" if name == "kernel" else "right", overflow="ellipsis", no_wrap=True)

@@ -65,7 +65,7 @@ def test_greedy_tokens_of_the_tiny_model_are_transformers() -> None:
 
 @pytest.mark.parametrize("attention", ["auto", "fa3", "triton"])
 def test_logits_of_a_06b_model_are_within_the_noise_of_bfloat16(tmp_path: Path, attention: str) -> None:
-    """Both compute in bfloat16, so each is compared with float32: ours may not be further away than transformers."""
+    """Both compute in bfloat16, so each is compared with float32: ours may not be much further away."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPES["qwen3-0.6b"])).bfloat16()
@@ -87,7 +87,7 @@ def test_logits_of_a_06b_model_are_within_the_noise_of_bfloat16(tmp_path: Path, 
         ours.append(planner.runner._kernels.logits[0].float().clone())
     error, their_error = (float((logits - exact).norm() / exact.norm()) for logits in (torch.stack(ours), theirs))
     print(f"relative error {error:.4f}, of transformers {their_error:.4f}")
-    assert error < 1.3 * their_error + 1e-3
+    assert error < 1.5 * their_error
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,18 +13,17 @@ from worker_svc.kernels.launch import check_head_dim, dot, launch_options, relea
 
 _MIN_QUERY_ROWS = 16  # of a tensor core tile
 _TILE = 32  # tokens of K/V at a time; fewer where blocks need it
-_PROGRAMS = 512  # about four on each multiprocessor of an H200
-_MAX_SPLITS = 32
+_MANY_HEADS = 2048  # K/V heads of all rows that fill the GPU several times over
+_SPLITS = ((1024, 1), (256, 4), (64, 8), (0, 16))  # from so many K/V heads of all rows on, so many splits
 
 
 def num_splits(num_rows: int, num_kv_heads: int) -> int:
-    """How many programs share one row's context: enough to fill the GPU. Rows too short for so many use fewer.
+    """How many programs share one row's context. Rows too short for so many use fewer.
 
-    Right for rows of about the same length. One row of 32,000 tokens among 63 of 400 takes 912 us on an H200 with one
-    split and 145 us with eight, which cost 8 us where no row is long.
+    More than it takes to fill the GPU: rows differ in length, and a long one must not run on when the others are done.
+    One row of 32,000 tokens among 63 of 400 takes 912 us on an H200 with one split and 145 us with eight.
     """
-    wanted = max(_PROGRAMS // (num_rows * num_kv_heads), 1)
-    return int(min(1 << (wanted.bit_length() - 1), _MAX_SPLITS))
+    return next(splits for heads, splits in _SPLITS if num_rows * num_kv_heads >= heads)
 
 
 def paged_attention(
@@ -57,7 +56,7 @@ def paged_attention(
     num_heads = out.shape[1] // head_dim
     tile = min(_TILE, block_size & -block_size)
     # Where rows fill the GPU, more programs at a time hide the memory's latency; else more loads of each do.
-    warps, stages = (1, 4) if rows * num_kv_heads >= 2 * _PROGRAMS else (2, 5)
+    warps, stages = (1, 4) if rows * num_kv_heads >= _MANY_HEADS else (2, 5)
     query_rows = max(_MIN_QUERY_ROWS, triton.next_power_of_2(num_heads // num_kv_heads))
     partial, weights = out, out
     if splits > 1:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from worker_svc.layers.ops import Ops
 from worker_svc.layers.shard import Shard, sibling
 from worker_svc.parallel import TensorParallel
 
@@ -53,8 +53,9 @@ def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, group: TensorPar
 class ColumnParallelLinear(nn.Module):
     """One or more matrices split by output and packed into one: [T, in_features] to [T, this rank's outputs]."""
 
-    def __init__(self, in_features: int, parts: Sequence[Part], bias: bool) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Part], bias: bool, ops: Ops) -> None:
         super().__init__()
+        self._ops = ops
         self.parts = parts
         self.sizes = [part.size for part in parts]
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features))
@@ -62,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, sum(sizes)]."""
-        return functional.linear(x, self.weight, self.bias)
+        return self._ops.linear(x, self.weight, self.bias)
 
     def shards(self, name: str) -> Iterator[Shard]:
         """One shard per part and parameter."""
@@ -79,8 +80,9 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A matrix split by input: [T, this rank's inputs] to [T, out_features], summed over the ranks."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, group: TensorParallel) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, group: TensorParallel, ops: Ops) -> None:
         super().__init__()
+        self._ops = ops
         self.group = group
         self.part = split_part("", in_features, group)
         self.weight = nn.Parameter(torch.empty(out_features, self.part.size))
@@ -88,7 +90,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The bias is added once, after the sum."""
-        y = self.group.all_reduce(functional.linear(x, self.weight))
+        y = self.group.all_reduce(self._ops.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
     def shards(self, name: str) -> Iterator[Shard]:

@@ -25,6 +25,9 @@ class QKNorm:
 class Ops(Protocol):
     """Tensors of T tokens in, tensors of T tokens out. Arguments may be overwritten where a method says so."""
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, in_features] to [T, out_features]: x @ weight^T + bias."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 

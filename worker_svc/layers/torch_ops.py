@@ -12,6 +12,10 @@ from worker_svc.layers.rotary import rotate
 class TorchOps:
     """See layers.ops.Ops."""
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Ops."""
+        return functional.linear(x, weight, bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Ops."""
         return normalize(x, weight, eps)

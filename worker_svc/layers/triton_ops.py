@@ -2,9 +2,11 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from worker_svc.kernels import rope
 from worker_svc.kernels.activation import silu_and_mul
+from worker_svc.kernels.gemv import gemv
 from worker_svc.kernels.norm import add_rms_norm, rms_norm
 from worker_svc.layers.kv_cache import LayerCache
 from worker_svc.layers.ops import QKNorm
@@ -16,6 +18,12 @@ class TritonOps:
     def __init__(self, pdl: bool) -> None:
         """`pdl` launches kernels before the one ahead has ended: compute capability 9.0 and newer."""
         self._pdl = pdl
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Ops: a kernel for one row, cuBLAS for more."""
+        if len(x) == 1:
+            return gemv(x, weight, bias, pdl=self._pdl)
+        return functional.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Ops."""

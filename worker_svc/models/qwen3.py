@@ -24,9 +24,9 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         self._ops = ops
         parts = qkv_parts(config.num_heads, config.num_kv_heads, config.head_dim, group)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.attention_bias)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.attention_bias, ops)
         heads_size = config.num_heads * config.head_dim
-        self.o_proj = RowParallelLinear(heads_size, config.hidden_size, config.attention_bias, group)
+        self.o_proj = RowParallelLinear(heads_size, config.hidden_size, config.attention_bias, group, ops)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, ops) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, ops) if config.qk_norm else None
 
@@ -49,8 +49,8 @@ class Qwen3MLP(nn.Module):
         super().__init__()
         self._ops = ops
         parts = [split_part(name, config.intermediate_size, group) for name in ("gate_proj", "up_proj")]
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, False, group)
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, False, ops)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, False, group, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
