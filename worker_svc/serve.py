@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -137,6 +138,7 @@ def ready_line(config: WorkerConfig, description: WorkerDescription, port: int) 
 def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, progress: Progress) -> GroupRunner:
     ranks = join(0, config.tensor_parallel, rendezvous)
     runner = build_runner(config, model, ranks, choose_device(config, 0))
+    gc.freeze()  # what the start has made lives as long as the process: no collection needs to look at it
     return GroupRunner(runner, ranks, progress)
 
 

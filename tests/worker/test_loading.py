@@ -193,3 +193,19 @@ def test_kv_memory_sets_the_number_of_blocks(folder: Path) -> None:
 def test_a_setting_out_of_range(flag: str, settings: dict[str, object]) -> None:
     with pytest.raises(StartupError, match=flag):
         WorkerConfig("model", **settings)  # type: ignore[arg-type]
+
+
+def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
+    """The same for the same seed, others for another; norms are 1."""
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    first, again, other = (
+        make_runner(folder, load_format="dummy", load_seed=seed).model.model.state_dict() for seed in (1, 1, 2)
+    )
+    for name, values in first.items():
+        assert torch.equal(values, again[name])
+        if "norm" in name:
+            assert (values == 1).all()
+        else:
+            assert not torch.equal(values, other[name])
+            assert 0.01 < float(values.std()) < 0.03

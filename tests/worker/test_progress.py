@@ -38,3 +38,21 @@ def test_a_rank_that_waits_in_its_step_while_its_loop_turns(tmp_path: Path) -> N
         assert progress.stalled(0.02)
     progress.beat()
     assert find_stalled(cells, LONG_S) is None and not progress.stalled(0.0)
+
+
+def test_steps_that_overlap_count_one_by_one(tmp_path: Path) -> None:
+    """A stream of short steps, the next one always begun before one ends, is no stall."""
+    cells = create_cells(tmp_path / "cells", 1)
+    progress = Progress(open_cells(tmp_path / "cells", 1), 0)
+    progress.begin()
+    for _ in range(5):
+        time.sleep(0.03)
+        progress.begin()
+        progress.end()
+    progress.beat()
+    assert find_stalled(cells, 0.1) is None
+    time.sleep(0.12)
+    progress.beat()
+    assert find_stalled(cells, 0.1) == f"rank 0 has made no progress in its step for {0.1:.1f} s"
+    progress.end()
+    assert find_stalled(cells, 0.1) is None

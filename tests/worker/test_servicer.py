@@ -1,5 +1,6 @@
 """WorkerService over real gRPC: the plan log in order, and what does not follow ends a stream, never the worker."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from shared.types import StepPlan
 from shared.wire import description_from_pb, plan_to_pb
 from tests.worker.model_folder import write_model
 from tests.worker.planner import Planner, make_runner
-from tests.worker.worker_harness import DECODE, FIRST, PROMPT, Stream, Worker, run
+from tests.worker.worker_harness import DECODE, FIRST, PROMPT, Stream, Worker, run, until
 from worker_svc.serve import SERVICE
 
 
@@ -47,7 +48,8 @@ def test_plans_ahead_are_answered_in_order_with_the_models_tokens(model: Path) -
             result = await stream.read()
             assert (result.epoch, result.step_id) == (1, step_id)
             tokens += result.token_ids.tolist()
-            await stream.send(rows=DECODE)
+            if stream.step_id < 12:
+                await stream.send(rows=DECODE)
         assert tokens == expected
 
     run(test, model)
@@ -113,3 +115,19 @@ def test_a_failed_step_ends_the_epoch_with_its_message() -> None:
         await again.read()
 
     run(test)
+
+
+def test_a_step_begins_while_those_before_it_run() -> None:
+    """As on a GPU, where a plan's results are ready long after it was launched; silence meanwhile ends nothing."""
+
+    async def test(worker: Worker) -> None:
+        worker.group.results.clear()
+        stream = Stream(worker)
+        for _ in range(3):
+            await stream.send()
+        await until(lambda: worker.group.commands == ["open", (1, 1), (1, 2), (1, 3)])
+        await asyncio.sleep(0.6)
+        worker.group.results.set()
+        assert [(await stream.read()).step_id for _ in range(3)] == [1, 2, 3]
+
+    run(test, lease_timeout=0.4)

@@ -37,12 +37,15 @@ DECODE = np.array([[0, 1, 0]], dtype=np.int32)
 
 
 class ScriptedGroup:
-    """Records its commands; steps wait while `gate` is closed and raise `error` where one is set."""
+    """Records its commands; steps wait while `gate` is closed and raise `error` where one is set, results while
+    `results` is closed."""
 
     def __init__(self, progress: Progress) -> None:
         self.commands: list[Any] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.results = threading.Event()
+        self.results.set()
         self.error: Exception | None = None
         self._progress = progress
 
@@ -55,7 +58,11 @@ class ScriptedGroup:
             assert self.gate.wait(20)
         if self.error is not None:
             raise self.error
-        return lambda: StepResult(message.epoch, message.step_id)
+        return lambda: self._finish(message)
+
+    def _finish(self, message: worker_pb2.StepPlan) -> StepResult:
+        assert self.results.wait(20)
+        return StepResult(message.epoch, message.step_id)
 
     def close(self) -> None:
         self.commands.append("close")
@@ -124,6 +131,7 @@ async def worker(model: Path | None = None, **settings: Any) -> AsyncIterator[Wo
         yield Worker(server, channel, group)
     finally:
         group.gate.set()
+        group.results.set()
         await channel.close()
         await server.stop()
         watch.cancel()

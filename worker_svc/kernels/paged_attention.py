@@ -14,7 +14,7 @@ from worker_svc.kernels.launch import check_head_dim, dot, launch_options, relea
 _MIN_QUERY_ROWS = 16  # of a tensor core tile
 _TILE = 32  # tokens of K/V at a time; fewer where blocks need it
 _MANY_HEADS = 2048  # K/V heads of all rows that fill the GPU several times over
-_SPLITS = ((1024, 1), (256, 4), (64, 8), (0, 16))  # from so many K/V heads of all rows on, so many splits
+_SPLITS = ((1024, 1), (64, 4), (0, 16))  # from so many K/V heads of all rows on, so many splits
 
 
 def num_splits(num_rows: int, num_kv_heads: int) -> int:
