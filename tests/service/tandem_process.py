@@ -35,10 +35,9 @@ class Tandem:
         self.endpoint = f"127.0.0.1:{self.port}"
         self.log = log
         command = [sys.executable, "-m", "tandem", "serve", "--port", str(self.port), *arguments]
+        environment = {**os.environ, "TMPDIR": str(log.parent), **env}  # what a killed process leaves is the test's
         with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **env}
-            )
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
 
     def wait_ready(self) -> str:
         """The line that it prints when ready."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shared.types import StepPlan
+from tandem import tiny
 from tests.worker.model_folder import VOCABULARY, edit_config, reference_greedy, reference_logits, write_model
 from tests.worker.planner import GREEDY, Planner, make_runner
 
@@ -40,7 +41,7 @@ def all_logits(folder: Path, tokens: list[int], dtype: str) -> torch.Tensor:
     plan: StepPlan = planner.plan([(0, len(tokens))])[0]
     with torch.inference_mode():
         hidden = runner.forward(runner.batch.apply(plan))
-        return runner.model.head.logits(hidden)[:, :VOCABULARY]
+        return runner.model.head.logits(hidden)[:, : runner.batch.limits.vocabulary_size]
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
@@ -50,6 +51,13 @@ def test_logits(tmp_path: Path, changes: dict[str, Any]) -> None:
         expected = reference_logits(folder, tokens, getattr(torch, name))
         assert expected.std() > 0.5, "flat logits show nothing"
         torch.testing.assert_close(all_logits(folder, tokens, name), expected, atol=tolerance, rtol=0)
+
+
+def test_logits_of_the_trained_model() -> None:
+    """It knows its text by heart, so its tokens alone would not show a fault in far-away keys."""
+    tokens = prompt_of(300)
+    expected = reference_logits(tiny.DENSE, tokens, torch.float64)
+    torch.testing.assert_close(all_logits(tiny.DENSE, tokens, "float64"), expected, atol=1e-9, rtol=0)
 
 
 def test_logits_in_bfloat16(tmp_path: Path) -> None:
