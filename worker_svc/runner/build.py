@@ -60,7 +60,7 @@ def _kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, devic
     """The fused kernels where they can run, torch elsewhere. Raises StartupError where they were asked for."""
     if config.attention == "torch":
         return TorchOps()
-    problem = _unfit(model, dtype, device)
+    problem = _unfit(config, model, dtype, device)
     if problem is None:
         from worker_svc.layers.triton_ops import TritonOps
 
@@ -72,12 +72,14 @@ def _kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, devic
     return TorchOps()
 
 
-def _unfit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+def _unfit(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the kernels can't run."""
     if device.type != "cuda":
         return "it needs a GPU"
     if dtype == torch.float64:
         return "there are no kernels for float64"
+    if config.block_size % 16:
+        return f"the kernels need blocks of a multiple of 16 tokens, not {config.block_size}"
     try:
         from worker_svc.kernels.launch import HEAD_DIMS
     except ModuleNotFoundError as missing:

@@ -6,6 +6,7 @@ import torch
 from shared.errors import StartupError
 from shared.model_config import ModelConfig
 from worker_svc.config import WorkerConfig
+from worker_svc.kernels.scatter import scatter
 from worker_svc.layers.kv_cache import block_bytes
 from worker_svc.layers.linear import kv_heads_per_rank
 from worker_svc.layers.paged_attention import FlashAttention3, Heads
@@ -41,6 +42,7 @@ def build_kernel_runner(
     parts = RunnerParts(config, model_config, model, group, attention, num_blocks, device)
     if not config.enforce_eager:
         parts.programs.capture(report=group.rank == 0)
+    scatter(torch.zeros(2, 1, dtype=torch.int32, device=device), out=parts.state.values)  # compiles it
     most_changes = len(parts.state.values)
     return parts.runner(cuda_lanes(most_changes, config.max_num_seqs, device))
 
@@ -65,12 +67,12 @@ class RunnerParts:
         self.kernels = StepKernels(model, self.cache, self.state, limits, attention)
         self.programs = Programs(self.kernels, limits, mixed=attention.flash is not None)
         self.sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
-        self._name = attention.name
+        self._attention = attention
 
     def runner(self, lanes: Lanes) -> KernelRunner:
         """All of it as one."""
         return KernelRunner(
-            self._name, self.cache, self.batch, self.state, self.kernels, self.programs, self.sampler, lanes
+            self._attention, self.cache, self.batch, self.state, self.kernels, self.programs, self.sampler, lanes
         )
 
 
@@ -131,9 +133,10 @@ def _memory_left(
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
+    num_graphs = parts.programs.num_graphs
     del parts
     torch.cuda.empty_cache()
-    graphs = 0 if config.enforce_eager else peak + _PER_GRAPH * 100
+    graphs = 0 if config.enforce_eager else peak + _PER_GRAPH * num_graphs
     budget = int(total * config.gpu_memory_utilization) - (total - free) - graphs - _RESERVE
     _log.info("GPU memory", total_gib=total >> 30, left_for_kv_gib=round(budget / (1 << 30), 1))
     return budget

@@ -19,7 +19,7 @@ from worker_svc.runner.device_state import MAX_SUPPRESSED, DeviceState
 from worker_svc.runner.lanes import Lanes, LaneTokens
 from worker_svc.runner.programs import Programs
 from worker_svc.runner.runner import PendingTokens
-from worker_svc.runner.step_kernels import StepKernels
+from worker_svc.runner.step_kernels import GpuAttention, StepKernels
 from worker_svc.step_inputs import LongArray, SamplingInputs, StepInputs
 
 
@@ -37,7 +37,7 @@ class KernelRunner:
 
     def __init__(
         self,
-        attention: str,
+        attention: GpuAttention,
         cache: KVCache,
         batch: BatchState,
         state: DeviceState,
@@ -46,7 +46,7 @@ class KernelRunner:
         sampler: Sampler,
         lanes: Lanes,
     ) -> None:
-        self.attention = attention
+        self.attention = attention.name
         self.cache = cache
         self.batch = batch
         self._state = state
@@ -56,7 +56,7 @@ class KernelRunner:
         self._lanes = lanes
         self._device = state.values.device
         self._torch_attention = TorchAttention(self._device)
-        self._flash = not attention.endswith("torch")
+        self._flash = attention.flash is not None
 
     def open_epoch(self) -> None:
         """See Runner."""

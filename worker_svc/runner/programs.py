@@ -34,6 +34,11 @@ class Programs:
         self._rows = row_buckets(limits.max_num_seqs)
         self._mixed = mixed_buckets(limits.max_num_batched_tokens, limits.max_num_seqs) if mixed else []
 
+    @property
+    def num_graphs(self) -> int:
+        """How many capture() makes."""
+        return len(self._keys())
+
     @torch.inference_mode()
     def capture(self, *, report: bool) -> None:
         """Captures all graphs, the largest first: the others fit into its memory."""
