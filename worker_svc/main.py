@@ -5,6 +5,7 @@ Imports no torch until a rank needs it, so that the command line and the launche
 
 import argparse
 import asyncio
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,11 @@ def main() -> int:
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--folder", required=True, type=Path, help="the group's folder for rendezvous and progress")
     arguments = parser.parse_args()
-    return run_rank(arguments.config, arguments.rank, arguments.folder)
+    status = run_rank(arguments.config, arguments.rank, arguments.folder)
+    if status:
+        sys.stderr.flush()
+        os._exit(status)  # a dead peer leaves collectives whose destructors would abort, with a message of their own
+    return status
 
 
 if __name__ == "__main__":
