@@ -52,10 +52,10 @@ class WorkerConfig:
     """Share of a GPU's memory for weights, activations, CUDA graphs and, from what is left, K/V."""
     enforce_eager: bool = False
     """Captures no CUDA graphs: starts faster, runs slower."""
-    max_num_seqs: int = 64
-    """Slots of batch state: most sequences in flight at a time."""
-    max_num_batched_tokens: int = 512
-    """Most tokens that one plan may compute."""
+    max_num_seqs: int | None = None
+    """Slots of batch state: most sequences in flight at a time; None: 64 on a CPU, 256 on a GPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens that one plan may compute; None: 512 on a CPU, 4096 on a GPU."""
     max_model_len: int | None = None
     """Most tokens of one sequence; None takes the model's own limit."""
     attention: str = "auto"
@@ -72,7 +72,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         """Checks every value on its own; what depends on the model is checked when that is read."""
         check_bounds(self, _COUNTS, 1)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:
             least = f"at least --max-num-seqs, {self.max_num_seqs}, is needed"
             raise StartupError(f"--max-num-batched-tokens {self.max_num_batched_tokens}: {least}")
         check_bounds(self, ("port",), 0, 65535)
@@ -86,6 +86,12 @@ class WorkerConfig:
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION)
+
+    def batch_size(self, on_gpu: bool) -> tuple[int, int]:
+        """`max_num_seqs` and `max_num_batched_tokens`, chosen where they are not given: one row of each always fits."""
+        default_seqs, default_tokens = (256, 4096) if on_gpu else (64, 512)
+        seqs = self.max_num_seqs or min(default_seqs, self.max_num_batched_tokens or default_seqs)
+        return seqs, self.max_num_batched_tokens or max(default_tokens, seqs)
 
     @property
     def folder(self) -> Path:

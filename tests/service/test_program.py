@@ -231,7 +231,8 @@ def test_what_can_not_be_sent_is_one_line(arguments: list[str], named: str) -> N
 
 @pytest.mark.parametrize("command", ["serve", "worker"])
 def test_a_step_smaller_than_the_batch_is_one_line(command: str) -> None:
-    one_line(tandem(command, "--model", "tiny", "--max-num-batched-tokens", "1"), "--max-num-batched-tokens", "64")
+    arguments = ["--max-num-batched-tokens", "1", "--max-num-seqs", "64"]
+    one_line(tandem(command, "--model", "tiny", *arguments), "--max-num-batched-tokens", "64")
 
 
 def test_no_room_for_the_output_is_one_line(service: Tandem) -> None:

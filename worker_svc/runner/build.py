@@ -114,7 +114,7 @@ def _torch_runner(
     if num_blocks == 0:
         raise StartupError(f"--kv-cache-memory {memory}: one block takes {per_block} bytes")
     cache = make_cache(config, model_config, group, num_blocks, dtype, device)
-    batch = BatchState(make_limits(config, model_config, num_blocks))
+    batch = BatchState(make_limits(config, model_config, num_blocks, device))
     sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
     return TorchRunner(model, cache, batch, sampler, device)
 
@@ -137,11 +137,12 @@ def make_cache(
         raise StartupError(f"{size}: choose a smaller --kv-cache-memory or --num-kv-blocks") from None
 
 
-def make_limits(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> Limits:
+def make_limits(config: WorkerConfig, model: ModelConfig, num_blocks: int, device: torch.device) -> Limits:
     """The bounds of plans."""
+    max_num_seqs, max_num_batched_tokens = config.batch_size(on_gpu=device.type == "cuda")
     return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=context_length(config, model),
         block_size=config.block_size,
         num_blocks=num_blocks,

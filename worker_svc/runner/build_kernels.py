@@ -44,7 +44,7 @@ def build_kernel_runner(
         parts.programs.capture(report=group.rank == 0)
     scatter(torch.zeros(2, 1, dtype=torch.int32, device=device), out=parts.state.values)  # compiles it
     most_changes = len(parts.state.values)
-    return parts.runner(cuda_lanes(most_changes, config.max_num_seqs, device))
+    return parts.runner(cuda_lanes(most_changes, parts.batch.limits.max_num_seqs, device))
 
 
 class RunnerParts:
@@ -61,7 +61,7 @@ class RunnerParts:
         device: torch.device,
     ) -> None:
         self.cache = make_cache(config, model_config, group, num_blocks, model.head.weight.dtype, device)
-        limits = make_limits(config, model_config, num_blocks)
+        limits = make_limits(config, model_config, num_blocks, device)
         self.batch = BatchState(limits)
         self.state = DeviceState(limits, device)
         self.kernels = StepKernels(model, self.cache, self.state, limits, attention)
