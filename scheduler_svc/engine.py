@@ -8,7 +8,8 @@ import asyncio
 import time
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core import RETRY_AFTER_MS, CoreConfig, Request, Scheduler, StepOutputs
+from scheduler_svc.core import RETRY_AFTER_MS, Request, Scheduler, StepOutputs
+from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
 from scheduler_svc.worker_client import WorkerLink
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
@@ -162,46 +163,16 @@ class Engine:
 
         Raises StartupError where nothing can be served, ValueError where only this group can't serve.
         """
-        problem = self._misfit(description)
-        if problem and self._core is None:
-            raise StartupError(f"worker {self._links[group].endpoint} {problem}")
+        problem = foreign(description, self._config, self._fingerprint)
+        if self._core is not None:
+            if problem := problem or smaller(description, self._core.config):
+                raise ValueError(problem)
+            return
         if problem:
-            raise ValueError(problem)
-        if self._core is None:
-            self._core = Scheduler(self._core_config(description))
-            self._served = description
-            self._submit_early(self._core)
-
-    def _misfit(self, worker: WorkerDescription) -> str:
-        if worker.fingerprint != self._fingerprint:
-            return (
-                f"serves {worker.model_name} (fingerprint {worker.fingerprint}), not the model in "
-                f"{self._config.model} (fingerprint {self._fingerprint}): start both with the same model"
-            )
-        if self._core is None:
-            return ""
-        config = self._core.config
-        if worker.block_size != config.block_size:
-            return f"has blocks of {worker.block_size} tokens, the first one had {config.block_size}"
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_length"):
-            if getattr(worker, name) < getattr(config, name):
-                return f"has {name} {getattr(worker, name)}, the first one had {getattr(config, name)}"
-        return ""
-
-    def _core_config(self, worker: WorkerDescription) -> CoreConfig:
-        config = self._config
-        return CoreConfig(
-            num_groups=len(config.workers),
-            vocabulary_size=worker.vocabulary_size,
-            max_model_length=worker.max_model_length,
-            block_size=worker.block_size,
-            max_num_seqs=min(config.max_num_seqs or worker.max_num_seqs, worker.max_num_seqs),
-            max_num_batched_tokens=min(
-                config.max_num_batched_tokens or worker.max_num_batched_tokens, worker.max_num_batched_tokens
-            ),
-            max_queue=config.max_queue,
-            hash_seed=self._hash_seed,
-        )
+            raise StartupError(f"worker {self._links[group].endpoint} {problem}")
+        self._core = Scheduler(core_config(self._config, description, self._hash_seed))
+        self._served = description
+        self._submit_early(self._core)
 
     @property
     def _running_core(self) -> Scheduler:
