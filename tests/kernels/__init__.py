@@ -1,14 +1,10 @@
 """The kernels against float64: compiled where there is a GPU, else in Triton's interpreter, with smaller shapes."""
 
-import os
-
 import torch
 from torch import Tensor
 
 COMPILED = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
-if not COMPILED:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 
 DTYPES = (torch.float32, torch.bfloat16)
 

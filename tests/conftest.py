@@ -1,0 +1,11 @@
+"""Where there is no GPU, kernels run in Triton's interpreter. It must be chosen before anything imports triton, and
+transformers does too, so it is chosen here; where torch is not installed there is nothing to choose."""
+
+import os
+from importlib.util import find_spec
+
+if find_spec("torch"):
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
