@@ -20,7 +20,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.work import Item, bench_model, equal_lengths, mixed_lengths
+from bench.plots import draw
+from bench.work import Item, bench_model, equal_lengths, mixed_lengths, poisson_arrivals
+from shared.model_config import load_model_config
 from shared.ports import find_free
 from shared.process import spawn, stop
 from shared.rpc import until_serving
@@ -32,10 +34,12 @@ _LEAD_S = 4.0  # until all clients have started and connected
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One batch of requests, offered all at once."""
+    """One batch of requests."""
 
     what: str
     tokens_per_second: int
+    goodput: float
+    """Requests a second whose first token and whose mean time per further token were within the goals."""
     ttft_p50_ms: float
     ttft_p99_ms: float
     gap_p50_ms: float
@@ -50,21 +54,45 @@ def main(
     frontends: Annotated[int, typer.Option(help="frontend processes")] = 4,
     clients: Annotated[int, typer.Option(help="client processes")] = 4,
     max_num_batched_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 4096,
+    requests: Annotated[int, typer.Option(help="requests of the mixed work, at most 256")] = 256,
+    rates: Annotated[str, typer.Option(help="requests a second of points with Poisson arrivals; empty: none")] = "",
+    ttft_goal: Annotated[float, typer.Option(help="goodput: most milliseconds to the first token")] = 500.0,
+    tpot_goal: Annotated[float, typer.Option(help="goodput: most milliseconds per further token, mean")] = 15.0,
+    plot: Annotated[Path | None, typer.Option(help="draw the points there, as PNG")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the points here")] = None,
 ) -> None:
     """Prints a table."""
     points = []
+    goals = Goals(ttft_goal, tpot_goal)
     with (
         bench_model(model) as (folder, load_format),
         _services(folder, load_format, frontends, max_num_batched_tokens) as endpoint,
     ):
-        measure(endpoint, "warm-up", equal_lengths(16, 128, 16), clients)
-        for batch in (int(size) for size in batches.split(",")):
-            points.append(measure(endpoint, f"decode, batch {batch}", equal_lengths(batch, 128, 256, batch), clients))
-        points.append(measure(endpoint, "mixed work", mixed_lengths(), clients))
+        measure(endpoint, "warm-up", equal_lengths(16, 128, 16), clients, goals)
+        for what, items in _offers(batches, rates, requests):
+            points.append(measure(endpoint, what, items, clients, goals))
     _print(model, points)
+    if plot is not None:
+        draw(model, [asdict(point) for point in points], plot)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(point) for point in points], indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What a good request keeps, milliseconds."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+def _offers(batches: str, rates: str, requests: int) -> Iterator[tuple[str, list[Item]]]:
+    for batch in (int(size) for size in batches.split(",") if size):
+        yield f"decode, batch {batch}", equal_lengths(batch, 128, 256, batch)
+    mixed = mixed_lengths()[:requests]
+    yield "mixed work", mixed
+    for rate in (float(rate) for rate in rates.split(",") if rate):
+        yield f"mixed, {rate:g}/s", poisson_arrivals(mixed, rate)
 
 
 @contextmanager
@@ -73,7 +101,8 @@ def _services(folder: Path, load_format: str, frontends: int, max_num_batched_to
     endpoint, worker_port = f"127.0.0.1:{(port := find_free('127.0.0.1'))}", find_free("127.0.0.1")
     model = ["--model", str(folder)]
     sizes = ["--max-num-seqs", "256", "--max-num-batched-tokens", str(max_num_batched_tokens)]
-    lengths = ["--max-model-len", str(CONTEXT), "--load-format", load_format]
+    context = min(CONTEXT, load_model_config(folder).max_position)
+    lengths = ["--max-model-len", str(context), "--load-format", load_format]
     workers = ["--workers", f"127.0.0.1:{worker_port}", "--frontends", str(frontends)]
     started = [
         spawn("tandem", ["worker", *model, "--port", str(worker_port), *lengths, *sizes]),
@@ -86,8 +115,8 @@ def _services(folder: Path, load_format: str, frontends: int, max_num_batched_to
         asyncio.run(stop(started, 10.0))
 
 
-def measure(endpoint: str, what: str, items: list[Item], clients: int) -> Point:
-    """Offers all requests at once from several processes."""
+def measure(endpoint: str, what: str, items: list[Item], clients: int, goals: Goals) -> Point:
+    """Offers the requests from several processes."""
     with TemporaryDirectory() as scratch:
         start = time.time() + _LEAD_S
         outputs = [Path(scratch) / f"{number}.npz" for number in range(min(clients, len(items)))]
@@ -98,27 +127,29 @@ def measure(endpoint: str, what: str, items: list[Item], clients: int) -> Point:
             if reader.wait() != 0:
                 sys.exit("a client failed: see its message above")
         seen = [np.load(output) for output in outputs]
-    first, last, tokens, gaps = (np.concatenate([file[name] for file in seen]) for name in _COLUMNS)
-    ttft = (first - start) * 1e3
+    arrival, first, last, tokens, gaps = (np.concatenate([file[name] for file in seen]) for name in _COLUMNS)
+    ttft, tpot, seconds = (first - arrival) * 1e3, (last - first) / (tokens - 1) * 1e3, last.max() - start
+    good = (ttft <= goals.ttft_ms) & (tpot <= goals.tpot_ms)
     return Point(
         what=what,
-        tokens_per_second=round(float(tokens.sum() / (last.max() - start))),
+        tokens_per_second=round(float(tokens.sum() / seconds)),
+        goodput=round(float(good.sum() / seconds), 2),
         ttft_p50_ms=_percentile(ttft, 50),
         ttft_p99_ms=_percentile(ttft, 99),
         gap_p50_ms=_percentile(gaps * 1e3, 50),
         gap_p99_ms=_percentile(gaps * 1e3, 99),
-        tpot_ms=round(float(((last - first) / (tokens - 1)).mean() * 1e3), 3),
+        tpot_ms=round(float(tpot.mean()), 3),
     )
 
 
-_COLUMNS = ("first", "last", "tokens", "gaps")
+_COLUMNS = ("arrival", "first", "last", "tokens", "gaps")
 
 
 def _client(endpoint: str, start: float, output: Path, items: list[Item]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "bench.work_client", endpoint, str(start), str(output)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
-    process.stdin.write(json.dumps([(item.prompt, item.output_length) for item in items]).encode())
+    process.stdin.write(json.dumps([(item.prompt, item.output_length, item.arrival) for item in items]).encode())
     process.stdin.close()
     return process
 

@@ -3,9 +3,9 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -43,6 +43,8 @@ class Item:
 
     prompt: list[int]
     output_length: int
+    arrival: float = 0.0
+    """Seconds after the start."""
 
 
 def mixed_lengths() -> list[Item]:
@@ -56,6 +58,15 @@ def equal_lengths(count: int, prompt_length: int, output_length: int, seed: int 
     """`count` requests of random tokens."""
     rng = random.Random(seed)
     return [Item([rng.randint(0, 10_000) for _ in range(prompt_length)], output_length) for _ in range(count)]
+
+
+def poisson_arrivals(items: Sequence[Item], rate: float, seed: int = 2) -> list[Item]:
+    """The same requests at random times, `rate` a second on average, each independent of the others."""
+    rng, now, arriving = random.Random(seed), 0.0, []
+    for item in items:
+        now += rng.expovariate(rate)
+        arriving.append(replace(item, arrival=now))
+    return arriving
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """A process of streaming clients: `python -m bench.work_client ENDPOINT START OUTPUT < ITEMS`.
 
-Reads requests as JSON, [[prompt, output length], ...], begins them all at START (seconds of the system's clock) and
-writes when their messages came: `first` and `last` of each stream, `gaps` between messages, `tokens` of each stream.
+Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `arrival` seconds after START (of the system
+clock) and writes when their messages came: `arrival`, `first` and `last` of each stream, `gaps` between messages,
+`tokens` of each stream. Prompts are folded into the model's vocabulary.
 """
 
 import asyncio
@@ -18,18 +19,22 @@ from tandem.client import AsyncClient
 
 async def main(endpoint: str, start: float, output: str) -> None:
     """Returns when every stream has ended."""
-    items = json.load(sys.stdin)
     client = AsyncClient(endpoint)
-    await client.model_info()
-    await asyncio.sleep(max(start - time.time(), 0.0))
+    size = (await client.model_info()).vocabulary_size
+    items = [
+        ([token % size for token in prompt], length, start + wait) for prompt, length, wait in json.load(sys.stdin)
+    ]
     gaps: list[float] = []
-    streams = await asyncio.gather(*(_read(client, prompt, length, gaps) for prompt, length in items))
-    first, last, tokens = (np.array(column) for column in zip(*streams, strict=True))
-    np.savez(output, first=first, last=last, tokens=tokens, gaps=np.array(gaps))
+    streams = await asyncio.gather(*(_read(client, *item, gaps) for item in items))
+    arrival, first, last, tokens = (np.array(column) for column in zip(*streams, strict=True))
+    np.savez(output, arrival=arrival, first=first, last=last, tokens=tokens, gaps=np.array(gaps))
     await client.close()
 
 
-async def _read(client: AsyncClient, prompt: list[int], length: int, gaps: list[float]) -> tuple[float, float, int]:
+async def _read(
+    client: AsyncClient, prompt: list[int], length: int, arrival: float, gaps: list[float]
+) -> tuple[float, float, float, int]:
+    await asyncio.sleep(max(arrival - time.time(), 0.0))
     first = previous = 0.0
     tokens = 0
     stream = client.generate(
@@ -43,7 +48,7 @@ async def _read(client: AsyncClient, prompt: list[int], length: int, gaps: list[
             gaps.append(now - previous)
         previous = now
         tokens += len(delta.token_ids)
-    return first, previous, tokens
+    return arrival, first, previous, tokens
 
 
 if __name__ == "__main__":
