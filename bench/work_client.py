@@ -1,7 +1,7 @@
 """A process of streaming clients: `python -m bench.work_client ENDPOINT START OUTPUT < ITEMS`.
 
-Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `arrival` seconds after START (of the system
-clock) and writes when their messages came: `arrival`, `first` and `last` of each stream, `gaps` between messages,
+Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `arrival` seconds after START on the system
+clock and writes when their messages came: `arrival`, `first` and `last` of each stream, `gaps` between messages,
 `tokens` of each stream. Prompts are folded into the model's vocabulary.
 """
 
