@@ -18,7 +18,7 @@ from shared.settings import from_json
 from shared.telemetry import configure_logging
 
 GC_THRESHOLD = 100_000
-"""Allocations between collections: at the default of 700 peers' schedulers stall 25-100 ms at the p99."""
+"""Allocations between collections: at the default of 700 a collection would stop the loop every few steps."""
 
 
 async def serve(config: SchedulerConfig, socket_path: str) -> None:

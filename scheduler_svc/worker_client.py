@@ -73,8 +73,8 @@ class WorkerLink:
     def depth(self) -> int:
         """Plans to keep out, 2 to 4, so that the worker never waits: enough steps to cover the round trip.
 
-        One step in execution and one waiting hide a round trip shorter than a step; a quarter of a step is the margin
-        below which a third one gains nothing (with a 0.75 ms step and a 0.5 ms round trip, 2 idles 2-9%, 3 under 0.5%).
+        One step in execution and one waiting hide a round trip shorter than a step; a third one is worth it once the
+        round trip takes more than a quarter of a step.
         """
         if self._step_s <= 0.0:
             return 2

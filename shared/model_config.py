@@ -33,19 +33,6 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Mixture-of-experts feed-forward layers."""
-
-    num_experts: int
-    experts_per_token: int
-    expert_intermediate_size: int
-    norm_topk_prob: bool
-    sparse_step: int
-    """Layer i is sparse if (i + 1) is a multiple of it and i is not in `dense_layers`."""
-    dense_layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """generation_config.json's answer where a request is silent."""
 
@@ -81,7 +68,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """Union of generation_config.json, config.json and the tokenizer's, sorted."""
     sampling_defaults: SamplingDefaults
-    moe: MoeConfig | None
 
 
 def load_model_config(folder: Path, name: str | None = None) -> ModelConfig:
@@ -117,7 +103,6 @@ def load_model_config(folder: Path, name: str | None = None) -> ModelConfig:
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_eos(config, generation, folder),
             sampling_defaults=_sampling_defaults(generation, folder),
-            moe=_moe(config) if architecture == "Qwen3MoeForCausalLM" else None,
         )
     except KeyError as missing:
         raise StartupError(f"{folder / 'config.json'}: key {missing} is missing") from None
@@ -177,17 +162,6 @@ def _rope(config: dict[str, Any], folder: Path) -> RopeConfig:
         given.get("mscale"),
         given.get("mscale_all_dim"),
         given.get("truncate", True),
-    )
-
-
-def _moe(config: dict[str, Any]) -> MoeConfig:
-    return MoeConfig(
-        num_experts=config["num_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        expert_intermediate_size=config["moe_intermediate_size"],
-        norm_topk_prob=config.get("norm_topk_prob", False),
-        sparse_step=config.get("decoder_sparse_step", 1),
-        dense_layers=tuple(config.get("mlp_only_layers") or ()),
     )
 
 

@@ -58,4 +58,3 @@ class CoreConfig:
         A token takes at most 16 bytes, in blocks of one token: its id (4), its block (8), that block zeroed (4).
         """
         return min(self.max_num_batched_tokens, self.max_plan_bytes // 32)
-        return min(self.max_num_batched_tokens, self.max_plan_bytes // 64)

@@ -33,8 +33,6 @@ class Lifecycle:
         """It leaves the queue for a group that has its first `cached` tokens; its caller is told the first time."""
         self.queue.remove(sequence)
         self.counters.admissions += 1
-        self.counters.prefix_queried_tokens += sequence.waiting_length
-        self.counters.prefix_hit_tokens += cached
         if not sequence.started:
             sequence.started = True
             self.outbox.start(sequence.request.key, min(cached, len(sequence.request.prompt)))

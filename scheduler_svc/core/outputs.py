@@ -77,8 +77,6 @@ class GroupLoad:
     """K/V blocks of its pool."""
     free_blocks: int = 0
     """K/V blocks that no running sequence holds."""
-    unanswered_plans: int = 0
-    """Plans whose result is not there yet."""
 
 
 @dataclass(slots=True)
@@ -97,10 +95,6 @@ class Counters:
     """Requests ended because their logits had no finite maximum."""
     quarantined: int = 0
     """Requests ended because workers kept being lost with them."""
-    prefix_queried_tokens: int = 0
-    """Tokens of all admissions."""
-    prefix_hit_tokens: int = 0
-    """Those of them whose K/V was in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,6 @@ class Scheduler:
                 running=group.batch.num_running,
                 total_blocks=group.pool.num_blocks,
                 free_blocks=group.pool.num_free,
-                unanswered_plans=len(group.pending),
             )
         return Load(len(self._life.queue), tuple(groups), replace(self._life.counters))
 

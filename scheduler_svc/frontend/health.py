@@ -40,7 +40,7 @@ class Health:
 
     async def _update(self) -> None:
         state = self._link.state
-        open_ = state is not None and not state.draining and not self._draining
+        open_ = state is not None and not self._draining
         ready = open_ and state is not None and state.HasField("model") and state.progressing
         active = open_ and state is not None and state.active
         for name, serving in (("", ready), (READINESS, ready), (ACTIVE, active), (SERVICE, active)):

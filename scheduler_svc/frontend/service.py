@@ -70,8 +70,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             record.log()
 
     def _refuse_if_draining(self) -> None:
-        state = self._link.state
-        if self._draining or (state is not None and state.draining):
+        if self._draining:
             raise Unavailable("this server shuts down; try another")
 
     async def _start(self, request: pb.GenerateRequest, record: "_Record") -> Generation:

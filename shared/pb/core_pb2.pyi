@@ -298,7 +298,6 @@ class CoreState(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACTIVE_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
     PROGRESSING_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
@@ -307,8 +306,6 @@ class CoreState(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     active: _builtins.bool
     """Requests are served: a worker is there and this scheduler is the active one."""
-    draining: _builtins.bool
-    """Shutting down: new calls are refused, running ones finish."""
     progressing: _builtins.bool
     """Steps make progress, or there is nothing to do."""
     queued: _builtins.int
@@ -329,7 +326,6 @@ class CoreState(_message.Message):
         self,
         *,
         active: _builtins.bool = ...,
-        draining: _builtins.bool = ...,
         progressing: _builtins.bool = ...,
         model: Global___ServedModel | None = ...,
         queued: _builtins.int = ...,
@@ -339,7 +335,7 @@ class CoreState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "draining", b"draining", "groups", b"groups", "max_running", b"max_running", "model", b"model", "progressing", b"progressing", "queued", b"queued", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "groups", b"groups", "max_running", b"max_running", "model", b"model", "progressing", b"progressing", "queued", b"queued", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
