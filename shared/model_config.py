@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.errors import StartupError
+from shared.json_config import count, read_object
+from shared.moe_config import MoeConfig, moe_config
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
@@ -68,12 +70,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """Union of generation_config.json, config.json and the tokenizer's, sorted."""
     sampling_defaults: SamplingDefaults
+    moe: MoeConfig | None
+    """None: every layer is dense."""
 
 
 def load_model_config(folder: Path, name: str | None = None) -> ModelConfig:
     """Raises StartupError, naming the file and the key, for what is missing or not supported."""
-    config = _read(folder, "config.json", required=True)
-    generation = _read(folder, "generation_config.json")
+    config = read_object(folder, "config.json", required=True)
+    generation = read_object(folder, "generation_config.json")
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise StartupError(
@@ -83,54 +87,33 @@ def load_model_config(folder: Path, name: str | None = None) -> ModelConfig:
         if config.get(key, served) != served:
             raise StartupError(f"{folder / 'config.json'}: {key} {config[key]!r} is not supported, only {served!r}")
     try:
+        num_layers = count(config, "num_hidden_layers")
         return ModelConfig(
             name=name or folder.resolve().name,
             fingerprint=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
             architecture=architecture,
-            vocabulary_size=_count(config, "vocab_size"),
-            hidden_size=_count(config, "hidden_size"),
-            intermediate_size=_count(config, "intermediate_size"),
-            num_layers=_count(config, "num_hidden_layers"),
-            num_heads=_count(config, "num_attention_heads"),
+            vocabulary_size=count(config, "vocab_size"),
+            hidden_size=count(config, "hidden_size"),
+            intermediate_size=count(config, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=count(config, "num_attention_heads"),
             num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             head_dim=config.get("head_dim") or _default_head_dim(config, architecture),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope=_rope(config, folder),
-            max_position=_count(config, "max_position_embeddings"),
+            max_position=count(config, "max_position_embeddings"),
             tie_embeddings=config.get("tie_word_embeddings", False),
             attention_bias=config.get("attention_bias", False),
             qk_norm=config.get("use_qk_norm", True),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_eos(config, generation, folder),
             sampling_defaults=_sampling_defaults(generation, folder),
+            moe=moe_config(config, num_layers) if architecture == "Qwen3MoeForCausalLM" else None,
         )
     except KeyError as missing:
         raise StartupError(f"{folder / 'config.json'}: key {missing} is missing") from None
     except (TypeError, ValueError) as error:
         raise StartupError(f"{folder / 'config.json'}: {error}") from None
-
-
-def _count(config: dict[str, Any], key: str) -> int:
-    """Raises KeyError, or ValueError for what is no whole number from 1 on."""
-    value = config[key]
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} {value!r} is no whole number from 1 on")
-    return value
-
-
-def _read(folder: Path, name: str, required: bool = False) -> dict[str, Any]:
-    path = folder / name
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if required:
-            raise StartupError(f"{folder} is no model folder: {name} is missing") from None
-        return {}
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path}: {error}") from None
-    if not isinstance(content, dict):
-        raise StartupError(f"{path}: not a JSON object")
-    return content
 
 
 def _default_head_dim(config: dict[str, Any], architecture: str) -> int:
@@ -177,9 +160,9 @@ def _eos(config: dict[str, Any], generation: dict[str, Any], folder: Path) -> tu
 
 def _tokenizer_eos(folder: Path) -> int | None:
     """Id of tokenizer_config.json's eos_token among tokenizer.json's added tokens."""
-    token = _read(folder, "tokenizer_config.json").get("eos_token")
+    token = read_object(folder, "tokenizer_config.json").get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
-    added = _read(folder, "tokenizer.json").get("added_tokens", []) if text else []
+    added = read_object(folder, "tokenizer.json").get("added_tokens", []) if text else []
     return next((entry["id"] for entry in added if entry["content"] == text), None)
 
 

@@ -23,8 +23,21 @@ BASE: dict[str, Any] = {
 }
 
 
+MOE: dict[str, Any] = {
+    **BASE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
+
+
 def folder(tmp_path: Path, config: dict[str, Any], **files: dict[str, Any]) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    """A folder with these files; `...` in the config leaves a key out."""
+    given = {key: value for key, value in config.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(given))
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     return tmp_path
@@ -66,9 +79,8 @@ def test_both_spellings_of_rope(tmp_path: Path, given: dict[str, Any], kind: str
     ],
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, given: dict[str, Any], named: str) -> None:
-    config = {key: value for key, value in {**BASE, **given}.items() if value is not ...}
     with pytest.raises(StartupError, match=named):
-        load_model_config(folder(tmp_path, config))
+        load_model_config(folder(tmp_path, {**BASE, **given}))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +136,51 @@ def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
     generation = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     defaults = load_model_config(folder(tmp_path, BASE, generation_config=generation)).sampling_defaults
     assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p) == (0.6, 20, 0.95, 0.0)
+
+
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
+def test_experts_in_both_spellings(tmp_path: Path, spelling: str) -> None:
+    moe = load_model_config(folder(tmp_path, {**MOE, "num_experts": ..., spelling: 16})).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.norm_topk_prob) == (16, 2, 40, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "sparse"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"decoder_sparse_step": 2}, [1, 3, 5]),
+        ({"mlp_only_layers": [0, 3]}, [1, 2, 4, 5]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [5]}, [2]),
+    ],
+)
+def test_which_layers_have_experts(tmp_path: Path, given: dict[str, Any], sparse: list[int]) -> None:
+    moe = load_model_config(folder(tmp_path, {**MOE, **given})).moe
+    assert moe is not None
+    assert [layer for layer in range(6) if moe.is_sparse(layer)] == sparse
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"num_experts": ...}, "'num_experts' is missing"),
+        ({"num_experts": 0}, "num_experts 0"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        ({"num_experts_per_tok": ...}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": 40.5}, "moe_intermediate_size"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ({"mlp_only_layers": [6]}, "mlp_only_layers"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers"),
+    ],
+)
+def test_experts_that_cannot_be_served_are_named(tmp_path: Path, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(StartupError, match=named):
+        load_model_config(folder(tmp_path, {**MOE, **given}))
+
+
+def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    assert load_model_config(folder(tmp_path, BASE)).moe is None
 
 
 def test_the_fingerprint_follows_the_content_not_the_layout(tmp_path: Path) -> None:
