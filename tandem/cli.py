@@ -31,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Option(help="Model folder, or 'tiny': a small trained model in the package.")]
+Model = Annotated[str, typer.Option(help="Model folder, or 'tiny' or 'tiny-moe': small trained models in the package.")]
 Endpoint = Annotated[str, typer.Option(help="host:port of a running scheduler.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; unset: up to the context limit.")]
 Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token; unset: the model's default.")]

@@ -1,11 +1,11 @@
-"""Names of models: a folder, or the trained one in the package."""
+"""Names of models: a folder, or a trained one in the package."""
 
 from pathlib import Path
 
 from shared.errors import StartupError
 from tandem import tiny
 
-BUILT_IN = {"tiny": tiny.DENSE}
+BUILT_IN = {"tiny": tiny.DENSE, "tiny-moe": tiny.MOE}
 
 
 def model_folder(name: str) -> Path:

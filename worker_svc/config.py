@@ -34,6 +34,8 @@ class WorkerConfig:
     """Port to listen on; 0 takes a free one, which the ready line names."""
     tensor_parallel: int = 1
     """Ranks that share the model, one process each."""
+    expert_parallel: bool = False
+    """Ranks have whole experts each, in place of a part of every expert's width."""
     device: str = "auto"
     """Where the model runs: auto (cuda where there is a GPU), cpu or cuda."""
     load_format: str = "auto"

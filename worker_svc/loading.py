@@ -8,7 +8,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import structlog
@@ -28,22 +28,22 @@ _INDEX = "model.safetensors.index.json"
 
 def load_weights(model: nn.Module, folder: Path, *, report: bool) -> None:
     """Raises StartupError, naming the tensor; `report` shows progress on stderr."""
-    shards = {shard.name: shard for shard in _shards(model)}
-    _check_coverage(model, shards.values())
     located = _locate(folder)
-    _check_names(folder, shards, located, tied=not hasattr(model, "lm_head"))
-    names_by_file: dict[Path, list[str]] = {}
-    for name in shards:
-        names_by_file.setdefault(located[name], []).append(name)
-    for path, names in _with_progress(names_by_file, report):
+    shards = list(_shards(model, located))
+    _check_coverage(model, shards)
+    _check_names(folder, {shard.name for shard in shards}, located, tied=not hasattr(model, "lm_head"))
+    shards_by_file: dict[Path, list[Shard]] = {}
+    for shard in shards:
+        shards_by_file.setdefault(located[shard.name], []).append(shard)
+    for path, stored in _with_progress(shards_by_file, report):
         with _open(path) as file:
-            for name in names:
-                _fill(shards[name], file, path)
+            for shard in stored:
+                _fill(shard, file, path)
 
 
 def fill_at_random(model: nn.Module, seed: int) -> None:
     """Dummy weights: norms of 1, normal with deviation 0.02 elsewhere. Equal on equal devices, for one split."""
-    for shard in _shards(model):
+    for shard in _shards(model, ()):
         if "norm" in shard.name:
             shard.target.fill_(1.0)
             continue
@@ -52,9 +52,13 @@ def fill_at_random(model: nn.Module, seed: int) -> None:
         shard.target.normal_(0.0, 0.02, generator=generator)
 
 
-def _shards(model: nn.Module) -> Iterator[Shard]:
+def _shards(model: nn.Module, stored: Container[str]) -> Iterator[Shard]:
+    """Of all parameters. A layer that may be stored fused too is, where one of those names is there."""
     for name, module in model.named_modules():
-        if hasattr(module, "shards"):
+        fused = list(module.fused_shards(name)) if hasattr(module, "fused_shards") else []
+        if any(shard.name in stored for shard in fused):
+            yield from fused
+        elif hasattr(module, "shards"):
             yield from module.shards(name)
 
 
@@ -92,11 +96,11 @@ def _locate(folder: Path) -> dict[str, Path]:
     return located
 
 
-def _check_names(folder: Path, shards: dict[str, Shard], located: dict[str, Path], tied: bool) -> None:
-    missing = [name for name in shards if name not in located]
+def _check_names(folder: Path, needed: set[str], located: dict[str, Path], tied: bool) -> None:
+    missing = sorted(needed - located.keys())
     if missing:
         raise StartupError(f"{folder}: {_some(missing)} missing from the checkpoint")
-    unused = [name for name in located if name not in shards and not name.endswith("rotary_emb.inv_freq")]
+    unused = [name for name in located if name not in needed and not name.endswith("rotary_emb.inv_freq")]
     if tied:  # stored by some all the same; the embedding takes its place
         unused = [name for name in unused if name != "lm_head.weight"]
     if unused:
@@ -126,10 +130,10 @@ def _fill(shard: Shard, file: safe_open, path: Path) -> None:
     if shape != shard.shape:
         raise StartupError(f"{path}: tensor {shard.name} has shape {list(shape)}, the model needs {list(shard.shape)}")
     part = slice(shard.start, shard.start + shard.target.shape[shard.dim])
-    shard.target.copy_(source[part] if shard.dim == 0 else source[:, part])
+    shard.target.copy_(source[(slice(None),) * shard.dim + (part,)])
 
 
-def _with_progress(files: dict[Path, list[str]], report: bool) -> Iterable[tuple[Path, list[str]]]:
+def _with_progress(files: dict[Path, list[Shard]], report: bool) -> Iterable[tuple[Path, list[Shard]]]:
     if not report:
         return files.items()
     if sys.stderr.isatty():

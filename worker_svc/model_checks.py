@@ -4,30 +4,40 @@ from shared.errors import StartupError
 from shared.model_config import ModelConfig
 from worker_svc.config import WorkerConfig
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
-
 
 def check_model(config: WorkerConfig, model: ModelConfig) -> None:
     """Raises StartupError, naming what to change, for a model that these settings can't serve."""
-    if model.architecture not in ARCHITECTURES:
-        served = ", ".join(ARCHITECTURES)
-        raise StartupError(f"{config.model}: the worker does not serve {model.architecture}; it serves {served}")
-    check_degree(model, config.tensor_parallel)
+    if config.expert_parallel and model.moe is None:
+        raise StartupError(f"--expert-parallel: {model.name} has no experts")
+    check_degree(model, config.tensor_parallel, config.expert_parallel)
     dtype_name(config, model)
     context_length(config, model)
 
 
-def check_degree(model: ModelConfig, size: int) -> None:
+def check_degree(model: ModelConfig, size: int, expert_parallel: bool) -> None:
     """Raises StartupError, naming the legal degrees, for a group size that the model's shapes don't allow."""
-    if not _divides(model, size):
-        legal = ", ".join(str(degree) for degree in range(1, model.num_heads + 1) if _divides(model, degree))
-        raise StartupError(f"--tensor-parallel {size}: {model.name} can be split over {legal} ranks")
+    split = [model.num_heads, *_feed_forward(model, expert_parallel)]
+    if not _divides(model, split, size):
+        legal = ", ".join(str(degree) for degree in range(1, model.num_heads + 1) if _divides(model, split, degree))
+        mode = " with --expert-parallel" if expert_parallel else ""
+        raise StartupError(f"--tensor-parallel {size}: {model.name} can be split over {legal} ranks{mode}")
 
 
-def _divides(model: ModelConfig, size: int) -> bool:
-    """Query heads and feed-forward width are split evenly; K/V heads are split or replicated evenly."""
+def _feed_forward(model: ModelConfig, expert_parallel: bool) -> list[int]:
+    """What of the feed-forward layers is split: the width of dense ones; of the others the experts or their width."""
+    moe = model.moe
+    if moe is None:
+        return [model.intermediate_size]
+    sparse = [moe.is_sparse(layer) for layer in range(model.num_layers)]
+    dense_width = [] if all(sparse) else [model.intermediate_size]
+    expert_count = [moe.num_experts if expert_parallel else moe.intermediate_size] if any(sparse) else []
+    return dense_width + expert_count
+
+
+def _divides(model: ModelConfig, split: list[int], size: int) -> bool:
+    """Whether everything is split evenly; K/V heads may be replicated instead."""
     kv_fits = model.num_kv_heads % size == 0 or size % model.num_kv_heads == 0
-    return model.num_heads % size == 0 and model.intermediate_size % size == 0 and kv_fits
+    return kv_fits and all(count % size == 0 for count in split)
 
 
 def dtype_name(config: WorkerConfig, model: ModelConfig) -> str:

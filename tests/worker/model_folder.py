@@ -9,7 +9,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 VOCABULARY = 300
@@ -26,14 +33,24 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+MOE: dict[str, Any] = {**SMALL, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
 
 def write_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Saves a random model as transformers does; weights are large enough that attention and logits are not flat."""
+    return _save(Qwen3ForCausalLM(Qwen3Config(**{**SMALL, **changes})), folder, seed)
+
+
+def write_moe_model(folder: Path, seed: int = 0, *, fused: bool = False, **changes: Any) -> Path:
+    """The same with experts; `fused` stores those of a layer as two tensors, in place of three for each."""
+    return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**MOE, **changes})), folder, seed, fused)
+
+
+def _save(model: PreTrainedModel, folder: Path, seed: int, fused: bool = False) -> Path:
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**SMALL, **changes}))
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not fused)
     return folder
 
 
@@ -46,7 +63,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def reference_logits(folder: Path, tokens: list[int], dtype: torch.dtype) -> Tensor:
     """[len(tokens), vocabulary] from transformers."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
     if not json.loads((folder / "config.json").read_text()).get("use_qk_norm", True):
         for layer in model.model.layers:
             layer.self_attn.q_norm = layer.self_attn.k_norm = torch.nn.Identity()

@@ -1,12 +1,14 @@
-"""One rank of a real group: `python -m tests.worker.tensor_parallel_rank RANK SIZE RENDEZVOUS MODEL...`.
+"""One rank of a real group: `python -m tests.worker.tensor_parallel_rank RANK SIZE RENDEZVOUS SPEC...`.
 
-Prints what it sampled, a list of tokens per sequence and model, as JSON.
+A spec is a JSON object: the folder of a model as `model`, and settings. Prints what it sampled, a list of tokens per
+sequence and spec, as JSON.
 """
 
 import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 from shared.types import RowSampling
 from tests.worker.planner import GREEDY, Planner, make_runner
@@ -19,9 +21,9 @@ SAMPLINGS = (
 )
 
 
-def outputs(model: Path, group: TensorParallel) -> list[list[int]]:
+def outputs(model: str, group: TensorParallel, **settings: Any) -> list[list[int]]:
     """Twenty tokens of three sequences of different kinds, whose prompts are chunked beside decode rows."""
-    planner = Planner(make_runner(model, group))
+    planner = Planner(make_runner(Path(model), group, **settings))
     lengths = (5, 40, 23)
     for slot, sampling in enumerate(SAMPLINGS):
         planner.admit(slot, random.Random(slot).choices(range(250), k=lengths[slot]), sampling)
@@ -31,10 +33,10 @@ def outputs(model: Path, group: TensorParallel) -> list[list[int]]:
 
 
 def main() -> None:
-    """Runs the models one after another in one group."""
-    rank, size, rendezvous, *models = sys.argv[1:]
+    """Runs the specs one after another in one group."""
+    rank, size, rendezvous, *specs = sys.argv[1:]
     group = join(int(rank), int(size), Path(rendezvous))
-    print(json.dumps([outputs(Path(model), group) for model in models]))
+    print(json.dumps([outputs(group=group, **json.loads(spec)) for spec in specs]))
     group.leave()
 
 

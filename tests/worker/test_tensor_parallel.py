@@ -4,39 +4,49 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shared.errors import StartupError
 from shared.model_config import load_model_config
-from tests.worker.model_folder import write_model
+from tests.worker.model_folder import write_model, write_moe_model
 from tests.worker.tensor_parallel_rank import outputs
 from worker_svc.model_checks import check_degree
 from worker_svc.parallel import TensorParallel
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "split K/V heads, tied": {},
     "one K/V head for all ranks, untied": {"num_key_value_heads": 1, "tie_word_embeddings": False},
     "bias, vocabulary that does not divide": {"attention_bias": True, "vocab_size": 333},
+}
+MOE_MODELS: dict[str, dict[str, Any]] = {
+    "experts one by one": {"num_experts": 8},
+    "experts fused, one dense layer": {"num_experts": 8, "fused": True, "mlp_only_layers": [0]},
 }
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_group_equals_one_rank(tmp_path: Path, size: int) -> None:
-    folders = [write_model(tmp_path / str(i), seed=i, **changes) for i, changes in enumerate(MODELS.values())]
-    ranks = [start_rank(rank, size, tmp_path / "rendezvous", folders) for rank in range(size)]
+    specs = {name: {"model": str(write_model(tmp_path / name, **changes))} for name, changes in MODELS.items()}
+    for name, changes in MOE_MODELS.items():
+        folder = str(write_moe_model(tmp_path / name, norm_topk_prob=True, **changes))
+        for expert_parallel in (False, True):
+            specs[f"{name}, {expert_parallel=}"] = {"model": folder, "expert_parallel": expert_parallel}
+    ranks = [start_rank(rank, size, tmp_path / "rendezvous", specs.values()) for rank in range(size)]
     results = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks)
     assert all(result == results[0] for result in results), "the ranks disagree"
-    for name, folder, result in zip(MODELS, folders, results[0], strict=True):
-        assert result == outputs(folder, TensorParallel()), name
+    for name, result in zip(specs, results[0], strict=True):
+        assert result == outputs(specs[name]["model"], TensorParallel()), name
 
 
-def start_rank(rank: int, size: int, rendezvous: Path, folders: list[Path]) -> subprocess.Popen[str]:
+def start_rank(rank: int, size: int, rendezvous: Path, specs: Iterable[dict[str, Any]]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.worker.tensor_parallel_rank", str(rank), str(size), str(rendezvous)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, *map(str, folders)], stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen([*command, *map(json.dumps, specs)], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -51,4 +61,22 @@ def start_rank(rank: int, size: int, rendezvous: Path, folders: list[Path]) -> s
 def test_degrees_that_do_not_divide_are_refused(tmp_path: Path, changes: dict[str, int], size: int, legal: str) -> None:
     model = load_model_config(write_model(tmp_path, **changes))
     with pytest.raises(StartupError, match=f"over {legal} ranks"):
-        check_degree(model, size)
+        check_degree(model, size, expert_parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "expert_parallel", "legal"),
+    [
+        ({"moe_intermediate_size": 42}, 4, False, "1, 2 ranks"),
+        ({"num_experts": 6}, 4, True, "1, 2 ranks with --expert-parallel"),
+        ({"mlp_only_layers": [0], "intermediate_size": 98, "num_experts": 8}, 4, True, "1, 2 ranks"),
+        ({"intermediate_size": 97, "num_experts": 8}, 3, True, "1, 2, 4 ranks"),
+    ],
+)
+def test_degrees_that_experts_do_not_allow(
+    tmp_path: Path, changes: dict[str, Any], size: int, expert_parallel: bool, legal: str
+) -> None:
+    """The width of dense layers counts where there are any."""
+    model = load_model_config(write_moe_model(tmp_path, **changes))
+    with pytest.raises(StartupError, match=f"over {legal}"):
+        check_degree(model, size, expert_parallel)

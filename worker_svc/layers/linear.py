@@ -1,4 +1,4 @@
-"""Linear layers split over the ranks. With embedding.py the only place that knows how parameters are split.
+"""Linear layers split over the ranks. Beside embedding.py and experts.py nothing knows how parameters are split.
 
 Megatron-LM's scheme (Shoeybi et al. 2019): the layers that widen are split by output, those that narrow by input, so
 that attention and feed-forward need one all-reduce each.

@@ -31,6 +31,29 @@ class QKNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen: the `top_k` highest of softmax(x @ weight^T); among equals the first ones."""
+
+    weight: Tensor
+    """[num_experts, hidden]"""
+    top_k: int
+    renormalize: bool
+    """Whether the probabilities of the chosen ones are scaled to a sum of 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """A rank's experts, or its part of each; those of other ranks add nothing here."""
+
+    gate_up: Tensor
+    """[experts here, 2 x width, hidden], the rows of gate first"""
+    down: Tensor
+    """[experts here, hidden, width]"""
+    first: int
+    """Index of the first one here among all."""
+
+
 class Ops(Protocol):
     """Tensors of T tokens in, tensors of T tokens out. Arguments may be overwritten where a method says so."""
 
@@ -48,6 +71,18 @@ class Ops(Protocol):
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """[T, in_features] to [T, out_features]: residual + x @ weight^T + bias; `residual` may be overwritten."""
+
+    def norm_experts_add(
+        self,
+        x: Tensor,
+        norm: Norm,
+        routing: Routing,
+        experts: ExpertWeights,
+        slot_mapping: Tensor,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """[T, hidden]: residual + the sum of probability x down(silu(gate(y)) * up(y)) over a token's experts, where
+        y = rms_norm(x); `residual`, which may be `x`, may be overwritten. Tokens of slot -1 need no expert."""
 
     def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What rotate_and_store needs of the tables [positions, head_dim / 2] in every layer, once per step."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """`target` takes the rows or columns [start, start + target.shape[dim]) of the tensor `name`."""
+    """`target` takes [start, start + target.shape[dim]) along one dimension of the tensor `name`, all of the others."""
 
     name: str
     """In the checkpoint."""

@@ -1,11 +1,12 @@
 """layers.ops in plain torch: any device, any number format. The reference of the kernels."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker_svc.layers.kv_cache import LayerCache
-from worker_svc.layers.norm import normalize
-from worker_svc.layers.ops import Norm, QKNorm
+from worker_svc.layers.norm import normalize, wide
+from worker_svc.layers.ops import ExpertWeights, Norm, QKNorm, Routing
 from worker_svc.layers.rotary import rotate
 
 
@@ -29,6 +30,27 @@ class TorchOps:
         """See Ops."""
         product = functional.linear(x, weight, bias)
         return product if residual is None else residual + product
+
+    def norm_experts_add(
+        self,
+        x: Tensor,
+        norm: Norm,
+        routing: Routing,
+        experts: ExpertWeights,
+        slot_mapping: Tensor,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """See Ops: expert after expert."""
+        y = self.rms_norm(x, norm)
+        probabilities, chosen = route(y, routing)
+        chosen = chosen.masked_fill(slot_mapping[:, None] < 0, -1)
+        total = torch.zeros_like(y) if residual is None else residual.clone()
+        for index, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True), experts.first):
+            tokens, places = (chosen == index).nonzero(as_tuple=True)
+            gate, up = functional.linear(y[tokens], gate_up).chunk(2, dim=-1)
+            out = functional.linear(functional.silu(gate) * up, down)
+            total.index_add_(0, tokens, out * probabilities[tokens, places, None])
+        return total
 
     def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """cos and sin, [T, 1, head_dim / 2] each."""
@@ -54,3 +76,14 @@ class TorchOps:
         for new, memory in ((rotate(key, cos, sin), cache.key), (value, cache.value)):
             memory.flatten(0, 1).index_copy_(0, slot_mapping[stored], new[stored])
         return rotate(query, cos, sin)
+
+
+def route(y: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Probabilities and indices of each token's experts, [T, top_k] each."""
+    logits = functional.linear(y, routing.weight)
+    probabilities = logits.softmax(-1, dtype=wide(logits.dtype))
+    best, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
+    best, chosen = best[:, : routing.top_k], chosen[:, : routing.top_k]
+    if routing.renormalize:
+        best = best / best.sum(-1, keepdim=True)
+    return best.to(y.dtype), chosen

@@ -3,6 +3,8 @@
 Pure computation: tensors in, tensors out. K/V memory and the step's attention are arguments.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -56,8 +58,8 @@ class Qwen3MLP(nn.Module):
         self.gate_up_proj = GatedLinear(config.hidden_size, gate, up, ops)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, False, group, ops)
 
-    def forward(self, x: Tensor, norm: Norm) -> Tensor:
-        """x + mlp(norm(x)), [T, hidden]."""
+    def forward(self, x: Tensor, norm: Norm, inputs: ForwardInputs) -> Tensor:
+        """x + mlp(norm(x)), [T, hidden]. Of the inputs only experts make use, which must know the padding."""
         total: Tensor = self.down_proj(self.gate_up_proj(x, norm), residual=x)
         return total
 
@@ -65,19 +67,19 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, group: TensorParallel, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, mlp: nn.Module, group: TensorParallel, ops: Ops) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.self_attn = Qwen3Attention(config, group, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.mlp = Qwen3MLP(config, group, ops)
+        self.mlp = mlp
 
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor], cache: LayerCache, inputs: ForwardInputs
     ) -> Tensor:
         """[T, hidden] to [T, hidden]; `x` may be overwritten."""
         x = self.self_attn(x, self.input_layernorm.norm, rotation, cache, inputs)
-        total: Tensor = self.mlp(x, self.post_attention_layernorm.norm)
+        total: Tensor = self.mlp(x, self.post_attention_layernorm.norm, inputs)
         return total
 
 
@@ -85,12 +87,20 @@ class Qwen3Model(nn.Module):
     """Embedding, decoder layers, final norm."""
 
     def __init__(
-        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, group: TensorParallel, ops: Ops
+        self,
+        config: ModelConfig,
+        max_positions: int,
+        dtype: torch.dtype,
+        group: TensorParallel,
+        ops: Ops,
+        feed_forward: Callable[[int], nn.Module],
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocabulary_size, config.hidden_size, group)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_positions, dtype)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, group, ops) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, feed_forward(layer), group, ops) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self._ops = ops
 
@@ -108,10 +118,18 @@ class Qwen3ForCausalLM(nn.Module):
     """The model and its LM head, which a tied model shares with the embedding."""
 
     def __init__(
-        self, config: ModelConfig, max_positions: int, dtype: torch.dtype, group: TensorParallel, ops: Ops
+        self,
+        config: ModelConfig,
+        max_positions: int,
+        dtype: torch.dtype,
+        group: TensorParallel,
+        ops: Ops,
+        feed_forward: Callable[[int], nn.Module] | None = None,
     ) -> None:
+        """`feed_forward` makes that of each layer, counted from 0; None: Qwen3MLP."""
         super().__init__()
-        self.model = Qwen3Model(config, max_positions, dtype, group, ops)
+        feed_forward = feed_forward or (lambda _: Qwen3MLP(config, group, ops))
+        self.model = Qwen3Model(config, max_positions, dtype, group, ops, feed_forward)
         if not config.tie_embeddings:
             self.lm_head = VocabParallelEmbedding(config.vocabulary_size, config.hidden_size, group)
         self.tied = config.tie_embeddings

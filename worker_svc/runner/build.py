@@ -14,6 +14,7 @@ from worker_svc.layers.torch_ops import TorchOps
 from worker_svc.loading import fill_at_random, load_weights
 from worker_svc.model_checks import context_length, dtype_name
 from worker_svc.models.qwen3 import Qwen3ForCausalLM
+from worker_svc.models.qwen3_moe import Qwen3MoeForCausalLM
 from worker_svc.parallel import TensorParallel
 from worker_svc.runner.batch import BatchState, Limits
 from worker_svc.runner.runner import Runner, TorchRunner
@@ -44,7 +45,7 @@ def build_runner(
     torch.set_num_threads(config.threads)
     dtype: torch.dtype = getattr(torch, dtype_name(config, model_config))
     kernels = _kernels(config, model_config, dtype, device)
-    model = _empty_model(model_config, context_length(config, model_config), dtype, group, kernels, device)
+    model = _empty_model(config, model_config, dtype, group, kernels, device)
     if config.load_format == "dummy":
         fill_at_random(model, config.load_seed)
     else:
@@ -88,13 +89,24 @@ def _unfit(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device:
 
 
 def _empty_model(
-    config: ModelConfig, context: int, dtype: torch.dtype, group: TensorParallel, ops: Ops, device: torch.device
+    config: WorkerConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    group: TensorParallel,
+    ops: Ops,
+    device: torch.device,
 ) -> Qwen3ForCausalLM:
+    context = context_length(config, model_config)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return Qwen3ForCausalLM(config, context, dtype, group, ops).requires_grad_(False)
+            model = (
+                Qwen3ForCausalLM(model_config, context, dtype, group, ops)
+                if model_config.moe is None
+                else Qwen3MoeForCausalLM(model_config, context, dtype, group, ops, config.expert_parallel)
+            )
+            return model.requires_grad_(False)
     finally:
         torch.set_default_dtype(previous)
 
