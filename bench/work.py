@@ -27,13 +27,24 @@ _QWEN3: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 151_645,
 }
+_QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 SHAPES: dict[str, dict[str, Any]] = {
-    name: {**_QWEN3, **dict(zip(_SIZES, sizes, strict=True))}
-    for name, sizes in {
-        "qwen3-0.6b": (1024, 3072, 28, 16, True),
-        "qwen3-8b": (4096, 12_288, 36, 32, False),
-    }.items()
+    name: {**family, **dict(zip(_SIZES, sizes, strict=True)), **more}
+    for name, family, sizes, more in (
+        ("qwen3-0.6b", _QWEN3, (1024, 3072, 28, 16, True), {}),
+        ("qwen3-8b", _QWEN3, (4096, 12_288, 36, 32, False), {}),
+        ("qwen3-30b-a3b", _QWEN3_MOE, (2048, 6144, 48, 32, False), {"moe_intermediate_size": 768}),
+        ("qwen3-235b-a22b", _QWEN3_MOE, (4096, 12_288, 94, 64, False), {"moe_intermediate_size": 1536}),
+    )
 }
 
 
