@@ -1,15 +1,20 @@
 """layers.ops as fused Triton kernels, for bfloat16 and float32 on an NVIDIA GPU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from worker_svc.kernels import rope
 from worker_svc.kernels.activation import silu_and_mul
+from worker_svc.kernels.expert_gemv import gated_products_of_one, weighted_sum_of_one
+from worker_svc.kernels.experts import experts_add
 from worker_svc.kernels.gemv import gemv
 from worker_svc.kernels.norm import rms_norm
+from worker_svc.kernels.routing import route
 from worker_svc.layers.kv_cache import LayerCache
-from worker_svc.layers.ops import Norm, QKNorm
+from worker_svc.layers.ops import ExpertWeights, Norm, QKNorm, Routing
 
 
 class TritonOps:
@@ -43,6 +48,31 @@ class TritonOps:
             return product if residual is None else residual.add_(product)
         residual.addmm_(x, weight.t())
         return residual if bias is None else residual.add_(bias)
+
+    def norm_experts_add(
+        self,
+        x: Tensor,
+        norm: Norm,
+        routing: Routing,
+        experts: ExpertWeights,
+        slot_mapping: Tensor,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """See Ops: matrix-vector products for one token, grouped products for more. The residual becomes the sum."""
+        choice: dict[str, Any] = {
+            "top_k": routing.top_k,
+            "renormalize": routing.renormalize,
+            "first": experts.first,
+            "pdl": self._pdl,
+        }
+        if len(x) == 1:
+            logits = self.norm_linear(x, norm, routing.weight)
+            activated, routed = gated_products_of_one(x, norm.weight, norm.eps, logits, experts.gate_up, **choice)
+            return weighted_sum_of_one(activated, experts.down, routed, residual, pdl=self._pdl)
+        y = self.rms_norm(x, norm)
+        logits = self._linear(y, routing.weight, None)
+        routed = route(logits, slot_mapping, num_local=len(experts.gate_up), **choice)
+        return experts_add(y, routed, experts.gate_up, experts.down, residual, pdl=self._pdl)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A kernel for one row, cuBLAS for more."""
