@@ -1,6 +1,7 @@
 """The kernel runner gives the tokens that the torch runner gives, here on a CPU in Triton's interpreter, uncaptured."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +10,13 @@ import torch
 
 from shared.model_config import load_model_config
 from shared.types import DEPTH_LIMIT, IntArray, RowSampling, TokenMask
-from tests.worker.model_folder import VOCABULARY, write_model
+from tests.worker.model_folder import VOCABULARY, write_model, write_moe_model
 from tests.worker.planner import BLOCK, GREEDY, Planner
 from worker_svc.config import WorkerConfig
 from worker_svc.layers.triton_ops import TritonOps
 from worker_svc.loading import load_weights
-from worker_svc.models.qwen3 import Qwen3ForCausalLM
 from worker_svc.parallel import TensorParallel
-from worker_svc.runner.build import build_runner
+from worker_svc.runner.build import build_runner, empty_model
 from worker_svc.runner.build_kernels import RunnerParts
 from worker_svc.runner.kernel_runner import KernelRunner
 from worker_svc.runner.lanes import Lanes
@@ -47,10 +47,12 @@ class HostLane:
         return self.sampled.pop()
 
 
-@pytest.fixture(scope="module")
-def planners(tmp_path_factory: pytest.TempPathFactory) -> tuple[Planner, Planner]:
+@pytest.fixture(
+    scope="module", params=[write_model, partial(write_moe_model, num_hidden_layers=1)], ids=["dense", "experts"]
+)
+def planners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Planner, Planner]:
     """The same plans for the torch runner and for the kernel runner, in float32."""
-    folder = write_model(tmp_path_factory.mktemp("model"))
+    folder = request.param(tmp_path_factory.mktemp("model"))
     config = WorkerConfig(
         str(folder), dtype="float32", block_size=BLOCK, num_kv_blocks=64, max_num_seqs=6, max_num_batched_tokens=96
     )
@@ -59,7 +61,7 @@ def planners(tmp_path_factory: pytest.TempPathFactory) -> tuple[Planner, Planner
 
 def _kernel_runner(config: WorkerConfig) -> KernelRunner:
     model_config, group = load_model_config(Path(config.model)), TensorParallel()
-    model = Qwen3ForCausalLM(model_config, 512, torch.float32, group, TritonOps(pdl=False)).requires_grad_(False)
+    model = empty_model(config, model_config, torch.float32, group, TritonOps(pdl=False), torch.device("cpu"))
     load_weights(model, config.folder, report=False)
     attention = GpuAttention(flash=None, own_decode=True, pdl=False)
     parts = RunnerParts(config, model_config, model, group, attention, 64, torch.device("cpu"))

@@ -157,7 +157,7 @@ def _down_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per ROWS outputs. It reduces once, at the end: so the loads of all experts are on the way together."""
+    """One program per ROWS outputs. It reduces once, at the end: the loads of all experts are on the way together."""
     release_next(PDL)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (row < HIDDEN_SIZE)[:, None] & (column < WIDTH)[None, :]

@@ -45,7 +45,7 @@ def build_runner(
     torch.set_num_threads(config.threads)
     dtype: torch.dtype = getattr(torch, dtype_name(config, model_config))
     kernels = _kernels(config, model_config, dtype, device)
-    model = _empty_model(config, model_config, dtype, group, kernels, device)
+    model = empty_model(config, model_config, dtype, group, kernels, device)
     if config.load_format == "dummy":
         fill_at_random(model, config.load_seed)
     else:
@@ -88,7 +88,7 @@ def _unfit(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device:
     return None if model.head_dim in HEAD_DIMS else f"the kernels have no head_dim {model.head_dim}"
 
 
-def _empty_model(
+def empty_model(
     config: WorkerConfig,
     model_config: ModelConfig,
     dtype: torch.dtype,
@@ -96,6 +96,7 @@ def _empty_model(
     ops: Ops,
     device: torch.device,
 ) -> Qwen3ForCausalLM:
+    """The model that the folder describes, its weights to be filled."""
     context = context_length(config, model_config)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
