@@ -1,7 +1,7 @@
 """The worker's kernels on one GPU: `python -m bench.kernels [--json FILE]`.
 
-Each kernel alone at the shapes of Qwen3-0.6B and Qwen3-8B decode steps, replayed as a CUDA graph of many calls over
-rotating inputs; beside it the share of the ceilings that the same run measures, of copies and of bfloat16 products.
+Each kernel alone at the shapes of decode steps of Qwen3-0.6B, 8B and 30B-A3B, replayed as a CUDA graph of many calls
+over rotating inputs; beside it the share of the ceilings that the same run measures, of copies and of bfloat16 products.
 """
 
 import json
@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from bench.expert_cases import expert_cases
+from bench.kernel_case import Call, Case
 from worker_svc.kernels.activation import silu_and_mul
 from worker_svc.kernels.candidates import SlotSampling
 from worker_svc.kernels.choose import choose_tokens
@@ -41,8 +43,6 @@ ROTATED_BYTES = 256 << 20  # several times the L2 cache
 MAX_CALLS = 32
 WARM_UP, REPLAYS = 3, 25
 
-Call = Callable[[bool], object]
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -57,21 +57,6 @@ class Shape:
 
 
 SHAPES = (Shape("0.6B", 1024, 3072, 16), Shape("8B", 4096, 12288, 32))
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One kernel at one shape."""
-
-    kernel: str
-    model: str
-    batch: int
-    context: int
-    """Tokens that a row attends to; 0 where that does not matter."""
-    bytes: int
-    """That one call must read and write."""
-    make: Callable[[], Call]
-    """Fresh random inputs and a call on them, which takes whether to use programmatic dependent launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +151,7 @@ def cases_of(batch: int, contexts: list[int]) -> Iterator[Case]:
         yield _activation(shape, batch)
         for context in contexts:
             yield _attention(shape, batch, context)
+    yield from expert_cases(batch)
     for kind in ("greedy", "sample", "sample top-k"):
         yield _sampling(kind, batch)
     yield _prepare(batch)

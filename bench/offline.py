@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.work import TEMPERATURE, Item, bench_model, equal_lengths, mixed_lengths
+from bench.work import MODEL_HELP, TEMPERATURE, Item, bench_model, equal_lengths, mixed_lengths
 from scheduler_svc.core import CoreConfig, Request, Scheduler
 from shared.model_config import load_model_config
 from shared.types import StepResult
@@ -105,7 +105,7 @@ def _request(key: int, item: Item) -> Request:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="qwen3-0.6b, qwen3-8b, or a model folder")] = "qwen3-0.6b",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-0.6b",
     batches: Annotated[str, typer.Option(help="batch sizes of the decode points")] = "1,8,64,256",
     max_num_batched_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
     attention: Annotated[str, typer.Option(help="as of tandem worker")] = "auto",

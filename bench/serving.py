@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.plots import draw
-from bench.work import Item, bench_model, equal_lengths, mixed_lengths, poisson_arrivals
+from bench.work import MODEL_HELP, Item, bench_model, equal_lengths, mixed_lengths, poisson_arrivals
 from shared.model_config import load_model_config
 from shared.ports import find_free
 from shared.process import spawn, stop
@@ -49,7 +49,7 @@ class Point:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="qwen3-0.6b, qwen3-8b, or a model folder")] = "qwen3-0.6b",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-0.6b",
     batches: Annotated[str, typer.Option(help="batch sizes of the decode points")] = "1,8,64,256",
     frontends: Annotated[int, typer.Option(help="frontend processes")] = 4,
     clients: Annotated[int, typer.Option(help="client processes")] = 4,

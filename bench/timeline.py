@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from bench.offline import CONTEXT, Engine
-from bench.work import bench_model, equal_lengths
+from bench.work import MODEL_HELP, bench_model, equal_lengths
 from worker_svc.config import WorkerConfig
 
 _FIRST_KERNEL = "_decode_kernel"  # of every decode step: kernels.prepare
@@ -46,7 +46,7 @@ class Timeline:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="qwen3-0.6b, qwen3-8b, or a model folder")] = "qwen3-0.6b",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-0.6b",
     batches: Annotated[str, typer.Option(help="batch sizes")] = "8,256",
     steps: Annotated[int, typer.Option(help="decode steps that are profiled")] = 32,
     most: Annotated[int, typer.Option(help="kernels shown")] = 14,

@@ -14,6 +14,7 @@ from tandem.models import model_folder
 from tandem.tiny import DENSE
 
 TEMPERATURE = 0.6
+MODEL_HELP = "qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, qwen3-235b-a22b, or a model folder"
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

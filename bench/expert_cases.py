@@ -1,0 +1,120 @@
+"""The kernels of a mixture-of-experts layer for bench.kernels, at the shape of Qwen3-30B-A3B.
+
+Tokens choose experts at random, each its own. All calls share one layer's weights, 1.2 GB: what a call reads of them
+has left the L2 cache before another reads it.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from bench.kernel_case import Call, Case
+from worker_svc.kernels.expert_gemv import gated_products_of_one, weighted_sum_of_one
+from worker_svc.kernels.expert_groups import group_pairs
+from worker_svc.kernels.expert_sum import sum_experts
+from worker_svc.kernels.experts import experts_add, tiles
+from worker_svc.kernels.grouped_gemm import gated_products, weighted_products
+from worker_svc.kernels.routing import Routed, route
+
+MODEL = "30B-A3B"
+HIDDEN_SIZE, WIDTH, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
+_BYTES_OF_EXPERT = 2 * HIDDEN_SIZE * WIDTH  # of one of its three matrices
+
+
+def expert_cases(batch: int) -> Iterator[Case]:
+    """The steps of a layer, and all of them after the router's product."""
+    touched = NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** batch)
+    weights = round(touched * _BYTES_OF_EXPERT)
+    one = batch == 1
+    makers: list[tuple[str, int, Callable[[], Call]]] = [
+        ("experts: gate, up", 2 * weights, _gated_of_one if one else lambda: _gated(batch)),
+        ("experts: down", weights, _down_of_one if one else lambda: _down(batch)),
+        ("experts: all", 3 * weights, _all_of_one if one else lambda: _all(batch)),
+    ]
+    if not one:
+        small = 2 * batch * (NUM_EXPERTS + (TOP_K + 2) * HIDDEN_SIZE)
+        makers.insert(0, ("experts: route, group, sum", small, lambda: _routing(batch)))
+    for kernel, size, make in makers:
+        yield Case(kernel, MODEL, batch, 0, size, make)
+
+
+@cache
+def _weights() -> tuple[Tensor, Tensor]:
+    shapes = (NUM_EXPERTS, 2 * WIDTH, HIDDEN_SIZE), (NUM_EXPERTS, HIDDEN_SIZE, WIDTH)
+    gate_up, down = (torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(0.02) for shape in shapes)
+    return gate_up, down
+
+
+def _inputs(batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, router logits, slots."""
+    x = torch.randn(batch, HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda")
+    logits = torch.randn(batch, NUM_EXPERTS, dtype=torch.bfloat16, device="cuda")
+    return x, logits, torch.arange(batch, dtype=torch.int32, device="cuda")
+
+
+def _route(logits: Tensor, slots: Tensor, pdl: bool = False) -> Routed:
+    return route(logits, slots, top_k=TOP_K, renormalize=True, first=0, num_local=NUM_EXPERTS, pdl=pdl)
+
+
+def _routing(batch: int) -> Call:
+    x, logits, slots = _inputs(batch)
+    products = torch.randn(batch, TOP_K, HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda")
+    block = tiles(batch * TOP_K / NUM_EXPERTS, x.dtype)[0].pairs
+
+    def call(pdl: bool) -> None:
+        routed = _route(logits, slots, pdl)
+        group_pairs(routed.experts, NUM_EXPERTS, block, pdl=pdl)
+        sum_experts(products, routed.experts, out=x, add=True, pdl=pdl)
+
+    return call
+
+
+def _gated(batch: int) -> Call:
+    x, logits, slots = _inputs(batch)
+    tile = tiles(batch * TOP_K / NUM_EXPERTS, x.dtype)[0]
+    groups = group_pairs(_route(logits, slots).experts, NUM_EXPERTS, tile.pairs)
+    return lambda pdl: gated_products(x, _weights()[0], groups, TOP_K, tile, pdl=pdl)
+
+
+def _down(batch: int) -> Call:
+    _, logits, slots = _inputs(batch)
+    tile = tiles(batch * TOP_K / NUM_EXPERTS, torch.bfloat16)[1]
+    routed = _route(logits, slots)
+    groups = group_pairs(routed.experts, NUM_EXPERTS, tile.pairs)
+    activated = torch.randn(batch * TOP_K, WIDTH, dtype=torch.bfloat16, device="cuda")
+    return lambda pdl: weighted_products(activated, _weights()[1], groups, routed, tile, pdl=pdl)
+
+
+def _all(batch: int) -> Call:
+    x, logits, slots = _inputs(batch)
+    residual = torch.zeros_like(x)
+    return lambda pdl: experts_add(x, _route(logits, slots, pdl), *_weights(), residual, pdl=pdl)
+
+
+def _one_gated(x: Tensor, logits: Tensor, pdl: bool) -> tuple[Tensor, Routed]:
+    choice = {"top_k": TOP_K, "renormalize": True, "first": 0}
+    return gated_products_of_one(x, x[0], 1e-6, logits, _weights()[0], **choice, pdl=pdl)  # type: ignore[arg-type]
+
+
+def _gated_of_one() -> Call:
+    x, logits, _ = _inputs(1)
+    return lambda pdl: _one_gated(x, logits, pdl)
+
+
+def _down_of_one() -> Call:
+    x, logits, _ = _inputs(1)
+    activated, routed = _one_gated(x, logits, False)
+    return lambda pdl: weighted_sum_of_one(activated, _weights()[1], routed, x, pdl=pdl)
+
+
+def _all_of_one() -> Call:
+    x, logits, _ = _inputs(1)
+    residual = torch.zeros_like(x)
+
+    def call(pdl: bool) -> None:
+        activated, routed = _one_gated(x, logits, pdl)
+        weighted_sum_of_one(activated, _weights()[1], routed, residual, pdl=pdl)
+
+    return call
