@@ -16,15 +16,17 @@ from worker_svc.kernels.expert_groups import group_pairs
 from worker_svc.kernels.expert_sum import sum_experts
 from worker_svc.kernels.experts import experts_add, tiles
 from worker_svc.kernels.grouped_gemm import gated_products, weighted_products
-from worker_svc.kernels.routing import Routed, route
+from worker_svc.kernels.routing import Choice, Routed, norm_route
 
 MODEL = "30B-A3B"
 HIDDEN_SIZE, WIDTH, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
+CHOICE = Choice(TOP_K, True, 0, NUM_EXPERTS)
+EPS = 1e-6
 _BYTES_OF_EXPERT = 2 * HIDDEN_SIZE * WIDTH  # of one of its three matrices
 
 
 def expert_cases(batch: int) -> Iterator[Case]:
-    """The steps of a layer, and all of them after the router's product."""
+    """The steps of a layer, and all of them together; of one token those after the router's product."""
     touched = NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** batch)
     weights = round(touched * _BYTES_OF_EXPERT)
     one = batch == 1
@@ -47,71 +49,77 @@ def _weights() -> tuple[Tensor, Tensor]:
     return gate_up, down
 
 
-def _inputs(batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, router logits, slots."""
-    x = torch.randn(batch, HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda")
-    logits = torch.randn(batch, NUM_EXPERTS, dtype=torch.bfloat16, device="cuda")
-    return x, logits, torch.arange(batch, dtype=torch.int32, device="cuda")
+@cache
+def _router() -> tuple[Tensor, Tensor]:
+    """The weights of the norm and of the router."""
+    router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda").mul_(0.02)
+    return torch.ones(HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda"), router
 
 
-def _route(logits: Tensor, slots: Tensor, pdl: bool = False) -> Routed:
-    return route(logits, slots, top_k=TOP_K, renormalize=True, first=0, num_local=NUM_EXPERTS, pdl=pdl)
+def _tokens(batch: int) -> Tensor:
+    return torch.randn(batch, HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda")
+
+
+def _route(x: Tensor, pdl: bool = False) -> tuple[Tensor, Routed]:
+    norm_weight, router = _router()
+    return norm_route(x, norm_weight, EPS, router, _slots(len(x)), CHOICE, pdl=pdl)
+
+
+@cache
+def _slots(batch: int) -> Tensor:
+    return torch.arange(batch, dtype=torch.int32, device="cuda")
 
 
 def _routing(batch: int) -> Call:
-    x, logits, slots = _inputs(batch)
+    x = _tokens(batch)
     products = torch.randn(batch, TOP_K, HIDDEN_SIZE, dtype=torch.bfloat16, device="cuda")
     block = tiles(batch * TOP_K / NUM_EXPERTS, x.dtype)[0].pairs
 
     def call(pdl: bool) -> None:
-        routed = _route(logits, slots, pdl)
+        _, routed = _route(x, pdl)
         group_pairs(routed.experts, NUM_EXPERTS, block, pdl=pdl)
-        sum_experts(products, routed.experts, out=x, add=True, pdl=pdl)
+        sum_experts(products, routed.experts, out=x, add=False, pdl=pdl)
 
     return call
 
 
 def _gated(batch: int) -> Call:
-    x, logits, slots = _inputs(batch)
+    x = _tokens(batch)
     tile = tiles(batch * TOP_K / NUM_EXPERTS, x.dtype)[0]
-    groups = group_pairs(_route(logits, slots).experts, NUM_EXPERTS, tile.pairs)
+    groups = group_pairs(_route(x)[1].experts, NUM_EXPERTS, tile.pairs)
     return lambda pdl: gated_products(x, _weights()[0], groups, TOP_K, tile, pdl=pdl)
 
 
 def _down(batch: int) -> Call:
-    _, logits, slots = _inputs(batch)
+    _, routed = _route(_tokens(batch))
     tile = tiles(batch * TOP_K / NUM_EXPERTS, torch.bfloat16)[1]
-    routed = _route(logits, slots)
     groups = group_pairs(routed.experts, NUM_EXPERTS, tile.pairs)
     activated = torch.randn(batch * TOP_K, WIDTH, dtype=torch.bfloat16, device="cuda")
     return lambda pdl: weighted_products(activated, _weights()[1], groups, routed, tile, pdl=pdl)
 
 
 def _all(batch: int) -> Call:
-    x, logits, slots = _inputs(batch)
-    residual = torch.zeros_like(x)
-    return lambda pdl: experts_add(x, _route(logits, slots, pdl), *_weights(), residual, pdl=pdl)
+    x, residual = _tokens(batch), torch.zeros_like(_tokens(batch))
+    return lambda pdl: experts_add(*_route(x, pdl), *_weights(), residual, pdl=pdl)
 
 
-def _one_gated(x: Tensor, logits: Tensor, pdl: bool) -> tuple[Tensor, Routed]:
-    choice = {"top_k": TOP_K, "renormalize": True, "first": 0}
-    return gated_products_of_one(x, x[0], 1e-6, logits, _weights()[0], **choice, pdl=pdl)  # type: ignore[arg-type]
+def _one_gated(x: Tensor, logits: Tensor, pdl: bool = False) -> tuple[Tensor, Routed]:
+    return gated_products_of_one(x, _router()[0], EPS, logits, _weights()[0], CHOICE, pdl=pdl)
 
 
 def _gated_of_one() -> Call:
-    x, logits, _ = _inputs(1)
+    x, logits = _tokens(1), _tokens(1)[:, :NUM_EXPERTS]
     return lambda pdl: _one_gated(x, logits, pdl)
 
 
 def _down_of_one() -> Call:
-    x, logits, _ = _inputs(1)
-    activated, routed = _one_gated(x, logits, False)
+    x = _tokens(1)
+    activated, routed = _one_gated(x, x[:, :NUM_EXPERTS])
     return lambda pdl: weighted_sum_of_one(activated, _weights()[1], routed, x, pdl=pdl)
 
 
 def _all_of_one() -> Call:
-    x, logits, _ = _inputs(1)
-    residual = torch.zeros_like(x)
+    x, logits, residual = _tokens(1), _tokens(1)[:, :NUM_EXPERTS], torch.zeros_like(_tokens(1))
 
     def call(pdl: bool) -> None:
         activated, routed = _one_gated(x, logits, pdl)

@@ -1,5 +1,7 @@
 """Routing, grouping and the products of experts, against float64, wherever the router sends tokens."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,36 +12,56 @@ from worker_svc.kernels.expert_groups import group_pairs, most_blocks
 from worker_svc.kernels.expert_sum import sum_experts
 from worker_svc.kernels.experts import experts_add, tiles
 from worker_svc.kernels.grouped_gemm import Tile, gated_products, weighted_products
-from worker_svc.kernels.routing import Routed, route
+from worker_svc.kernels.routing import Choice, Routed, norm_route
 
+EPS = 1e-6
 SMALL_TILE = Tile(pairs=16, outputs=32, inputs=32, num_warps=4, num_stages=2)
 
 
-def route_all(logits: Tensor, top_k: int, renormalize: bool = False, **part: int) -> Routed:
-    slots = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
-    part = {"first": 0, "num_local": logits.shape[1], **part}
-    return route(logits, slots, top_k=top_k, renormalize=renormalize, **part)
+def norm_of(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def route_logits(logits: Tensor, top_k: int, **part: Any) -> Routed:
+    """Of tokens whose logits, up to a factor, are given: each hidden value is the score of one expert."""
+    num_experts = logits.shape[1]
+    slots = part.pop("slots", torch.arange(len(logits), dtype=torch.int32, device=DEVICE))
+    choice = Choice(**{"top_k": top_k, "renormalize": False, "first": 0, "num_local": num_experts, **part})
+    ones, router = torch.ones(num_experts, device=DEVICE), torch.eye(num_experts, device=DEVICE)
+    return norm_route(logits, ones, EPS, router, slots, choice)[1]
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 128, 8), (5, 6, 2), (3, 60, 4), (2, 4, 4)])
-def test_route(tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, renormalize: bool) -> None:
-    logits = 2 * randn(tokens, num_experts, dtype=dtype)
-    routed = route_all(logits, top_k, renormalize)
-    for token in range(tokens):
-        exact = logits[token].double().softmax(-1).tolist()
-        best = sorted(range(num_experts), key=lambda expert: (-exact[expert], expert))[:top_k]
-        assert routed.experts[token].tolist() == best
-        total = sum(exact[expert] for expert in best) if renormalize else 1.0
-        expected = torch.tensor([exact[expert] / total for expert in best], dtype=torch.float64)
-        assert_close(routed.probabilities[token], expected)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "num_experts", "top_k"),
+    [(1, 64, 128, 8), (21, 300, 6, 2), (3, 640, 60, 4), (300, 96, 4, 4)]
+    + [(n, 2048, 128, 8) for n in (2, 256, 3000)] * COMPILED,
+)
+def test_norm_route(
+    tokens: int, hidden: int, num_experts: int, top_k: int, dtype: torch.dtype, renormalize: bool
+) -> None:
+    """The norm as by norm.rms_norm; probabilities are those of the experts that are named, and none is better."""
+    x, weight = randn(tokens, hidden, dtype=dtype), randn(hidden, dtype=dtype, seed=1)
+    router = 2 * randn(num_experts, hidden, dtype=dtype, seed=2) / hidden**0.5
+    slots = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+    y, routed = norm_route(x, weight, EPS, router, slots, Choice(top_k, renormalize, 0, num_experts))
+    exact = norm_of(x, weight)
+    assert_close(y, exact)
+    p = (exact @ router.double().T).softmax(-1)
+    best, named = p.topk(top_k).values, p.gather(1, routed.experts.long())
+    assert all(len(set(row)) == top_k for row in routed.experts.tolist())
+    factor = best.sum(-1, keepdim=True) if renormalize else 1.0
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
+    for expected in (best, named):
+        torch.testing.assert_close(routed.probabilities.double(), expected / factor, rtol=tolerance, atol=0)
 
 
 def test_route_takes_the_first_of_equals() -> None:
     logits = torch.zeros(2, 8, device=DEVICE)
     logits[1, [6, 3]] = 1.0
-    routed = route_all(logits, 3)
+    routed = route_logits(logits, 3)
     assert routed.experts.tolist() == [[0, 1, 2], [3, 6, 0]]
     torch.testing.assert_close(routed.probabilities[0], torch.full((3,), 1 / 8, device=DEVICE))
 
@@ -47,9 +69,9 @@ def test_route_takes_the_first_of_equals() -> None:
 def test_route_of_a_poisoned_token_stays_inside() -> None:
     """Its probabilities are NaN, which shows in the end; its experts are experts; the other tokens don't notice."""
     logits = randn(4, 8)
-    expected = route_all(logits, 3)
+    expected = route_logits(logits, 3)
     logits[1, 5], logits[2] = torch.nan, torch.nan
-    routed = route_all(logits, 3)
+    routed = route_logits(logits, 3)
     for token in (1, 2):
         assert routed.probabilities[token].isnan().all()
         assert len(set(routed.experts[token].tolist())) == 3 and set(routed.experts[token].tolist()) <= set(range(8))
@@ -60,9 +82,9 @@ def test_route_of_a_poisoned_token_stays_inside() -> None:
 
 def test_route_leaves_out_padding_and_the_experts_of_other_ranks() -> None:
     logits = randn(6, 8)
-    whole = route_all(logits, 3).experts
+    whole = route_logits(logits, 3).experts
     slots = ints([0, -1, 64, -1, 5, 6])
-    part = route(logits, slots, top_k=3, renormalize=False, first=2, num_local=4).experts
+    part = route_logits(logits, 3, slots=slots, first=2, num_local=4).experts
     inside = (whole >= 2) & (whole < 6) & (slots >= 0)[:, None]
     assert torch.equal(part, torch.where(inside, whole - 2, -1))
     assert (part >= 0).any() and (part[slots >= 0] < 0).any()
@@ -207,10 +229,9 @@ def test_one_token(
     layer = Layer(1, [[0, 1, 2]], sizes, dtype)
     logits, norm = randn(1, num_experts, dtype=dtype, seed=5), randn(hidden, dtype=dtype, seed=6)
     gate_up, down = (weight[first:][:num_local] for weight in (layer.gate_up, layer.down))
-    choice = {"top_k": 3, "renormalize": renormalize, "first": first}
-    activated, routed = gated_products_of_one(layer.x, norm, 1e-6, logits, gate_up, **choice)
-    y = layer.x.double()
-    y = y / (y.square().mean() + 1e-6).sqrt() * norm.double()
+    choice = Choice(3, renormalize, first, len(gate_up))
+    activated, routed = gated_products_of_one(layer.x, norm, EPS, logits, gate_up, choice)
+    y = norm_of(layer.x, norm)
     best = logits.double().softmax(-1).sort(descending=True)
     factors = best.values[0, :3] / (best.values[0, :3].sum() if renormalize else 1)
     expected = torch.zeros(1, hidden, dtype=torch.float64, device=DEVICE)

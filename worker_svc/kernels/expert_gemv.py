@@ -3,13 +3,12 @@
 Nothing is sorted. Each program of the first finds its expert in the router's logits, which costs less than a launch.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
-from worker_svc.kernels.routing import Routed, ranked_experts
+from worker_svc.kernels.routing import Choice, Routed, empty_routed, ranked_experts
 
 _GATED_ELEMENTS = 16384  # of each of a program's two tiles, which registers hold
 _DOWN_ROWS = 4
@@ -21,25 +20,19 @@ def gated_products_of_one(
     eps: float,
     logits: Tensor,
     weight: Tensor,
+    choice: Choice,
     *,
-    top_k: int,
-    renormalize: bool,
-    first: int,
     pdl: bool = False,
 ) -> tuple[Tensor, Routed]:
     """silu(gate) * up of rms_norm(x) for each expert of one token, [top_k, width], and which those are.
 
-    `x` [1, hidden], `logits` [1, num_experts], `weight` [experts here, 2 x width, hidden]: see routing.route.
+    `x` [1, hidden], `logits` [1, num_experts], `weight` [experts here, 2 x width, hidden].
     """
-    num_local, width, hidden_size = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
-    out = x.new_empty(top_k, width)
-    routed = Routed(
-        torch.empty(1, top_k, dtype=torch.float32, device=x.device),
-        torch.empty(1, top_k, dtype=torch.int32, device=x.device),
-    )
+    width, hidden_size = weight.shape[1] // 2, weight.shape[2]
+    out, routed = x.new_empty(choice.top_k, width), empty_routed(1, choice.top_k, x.device)
     columns = triton.next_power_of_2(hidden_size)
     rows = min(max(_GATED_ELEMENTS // columns, 1), 16)
-    _gated_kernel[(top_k, triton.cdiv(width, rows))](
+    _gated_kernel[(choice.top_k, triton.cdiv(width, rows))](
         x,
         norm_weight,
         logits,
@@ -48,11 +41,11 @@ def gated_products_of_one(
         routed.experts,
         out,
         eps,
-        first,
-        num_local,
+        choice.first,
+        choice.num_local,
         NUM_EXPERTS=logits.shape[1],
-        TOP_K=top_k,
-        RENORMALIZE=renormalize,
+        TOP_K=choice.top_k,
+        RENORMALIZE=choice.renormalize,
         WIDTH=width,
         HIDDEN_SIZE=hidden_size,
         EXPERTS=triton.next_power_of_2(logits.shape[1]),
@@ -119,8 +112,10 @@ def _gated_kernel(
     row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     norm_weight = tl.load(norm_weight_ptr + column, mask=column < HIDDEN_SIZE, other=0).to(tl.float32)
     wait_for_previous(PDL)
-    rank, p = ranked_experts(logits_ptr, NUM_EXPERTS, TOP_K, RENORMALIZE, EXPERTS)
-    expert = tl.sum(tl.where(rank == place, tl.arange(0, EXPERTS), 0), axis=0) - first
+    index = tl.arange(0, EXPERTS)
+    logit = tl.load(logits_ptr + index, mask=index < NUM_EXPERTS, other=-float("inf")).to(tl.float32)
+    rank, p = ranked_experts(logit, TOP_K, RENORMALIZE, EXPERTS)
+    expert = tl.sum(tl.where(rank == place, index, 0), axis=0) - first
     here = (expert >= 0) & (expert < num_local)
     if tile == 0:
         tl.store(probabilities_ptr + place, tl.sum(tl.where(rank == place, p, 0.0), axis=0))

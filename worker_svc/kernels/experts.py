@@ -34,4 +34,4 @@ def tiles(pairs_per_expert: float, dtype: torch.dtype) -> tuple[Tile, Tile]:
         return Tile(pairs, 32, 32, 4, 2), Tile(pairs, 32, 32, 4, 2)
     if pairs == 128:
         return Tile(pairs, 128, 64, 8, 3), Tile(pairs, 128, 64, 8, 4)
-    return Tile(pairs, 64, 128, 4, 3), Tile(pairs, 128, 128, 4, 3)
+    return Tile(pairs, 64, 64, 4, 4), Tile(pairs, 128, 64, 4, 4)

@@ -8,6 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.kernels.launch import launch_options, release_next, row_stride, wait_for_previous
+from worker_svc.kernels.router import router_products
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How experts are chosen: the top_k of softmax(logits), among equals the first ones."""
+
+    top_k: int
+    renormalize: bool
+    """Whether their probabilities are scaled to a sum of 1."""
+    first: int
+    """This rank has the experts [first, first + num_local)."""
+    num_local: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,54 +33,67 @@ class Routed:
     """[T, top_k] int32: index among the experts of this rank; -1 is one of another rank, or padding's."""
 
 
-def route(
-    logits: Tensor,
-    slot_mapping: Tensor,
-    *,
-    top_k: int,
-    renormalize: bool,
-    first: int,
-    num_local: int,
-    pdl: bool = False,
-) -> Routed:
-    """The top_k of softmax(logits); among equals the first ones. `logits` [T, num_experts], `slot_mapping` [T].
-
-    This rank has the experts [first, first + num_local). Tokens of slot -1 are padding.
-    """
-    tokens, num_experts = logits.shape
-    routed = Routed(
-        torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device),
-        torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device),
+def empty_routed(tokens: int, top_k: int, device: torch.device) -> Routed:
+    """To be written by a kernel."""
+    return Routed(
+        torch.empty(tokens, top_k, dtype=torch.float32, device=device),
+        torch.empty(tokens, top_k, dtype=torch.int32, device=device),
     )
+
+
+def norm_route(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    router: Tensor,
+    slot_mapping: Tensor,
+    choice: Choice,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Routed]:
+    """y = rms_norm(x), and the experts of y @ router^T. `x` [T, hidden], `router` [num_experts, hidden].
+
+    `slot_mapping` [T]: a token of slot -1 is padding, and has no expert.
+    """
+    products, squares = router_products(x, norm_weight, router, pdl=pdl)
+    (parts, tokens, num_experts), hidden_size = products.shape, x.shape[1]
+    y, routed = torch.empty_like(x), empty_routed(tokens, choice.top_k, x.device)
     _route_kernel[(tokens,)](
-        logits,
+        products,
+        squares,
+        x,
+        norm_weight,
         slot_mapping,
         routed.probabilities,
         routed.experts,
-        row_stride(logits),
-        first,
-        num_local,
+        y,
+        eps,
+        tokens,
+        row_stride(x),
+        choice.first,
+        choice.num_local,
+        PARTS=parts,
+        HIDDEN_SIZE=hidden_size,
         NUM_EXPERTS=num_experts,
-        TOP_K=top_k,
-        RENORMALIZE=renormalize,
-        BLOCK=triton.next_power_of_2(num_experts),
+        TOP_K=choice.top_k,
+        RENORMALIZE=choice.renormalize,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        COLUMNS=triton.next_power_of_2(hidden_size),
         num_warps=4,
         **launch_options(pdl),
     )
-    return routed
+    return y, routed
 
 
 @triton.jit
 def ranked_experts(
-    logits_ptr: tl.tensor,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logit: tl.tensor, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rank and probability of each expert of one token, [BLOCK]. Ranks are a permutation, whatever the logits are."""
-    expert = tl.arange(0, BLOCK)
-    logit = tl.load(logits_ptr + expert, mask=expert < NUM_EXPERTS, other=-float("inf")).to(tl.float32)
+    """Rank and probability of each expert of one token, [EXPERTS]. Ranks are a permutation, whatever the logits are.
+
+    `logit` [EXPERTS] float32, -infinity past the last expert.
+    """
+    expert = tl.arange(0, EXPERTS)
     key = tl.where(logit == logit, logit, -float("inf"))  # NaN has no order
     above = key[None, :] > key[:, None]
     equal_before = (key[None, :] == key[:, None]) & (expert[None, :] < expert[:, None])
@@ -79,25 +105,46 @@ def ranked_experts(
 
 @triton.jit
 def _route_kernel(
-    logits_ptr: tl.tensor,
+    products_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    norm_weight_ptr: tl.tensor,
     slot_mapping_ptr: tl.tensor,
     probabilities_ptr: tl.tensor,
     experts_ptr: tl.tensor,
-    logits_stride: tl.tensor,
+    y_ptr: tl.tensor,
+    eps: tl.tensor,
+    tokens: tl.tensor,
+    x_stride: tl.tensor,
     first: tl.tensor,
     num_local: tl.tensor,
+    PARTS: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program per token."""
     release_next(PDL)
     token = tl.program_id(0).to(tl.int64)
+    expert, column = tl.arange(0, EXPERTS), tl.arange(0, COLUMNS)
+    weight = tl.load(norm_weight_ptr + column, mask=column < HIDDEN_SIZE, other=0).to(tl.float32)
     wait_for_previous(PDL)
-    rank, p = ranked_experts(logits_ptr + token * logits_stride, NUM_EXPERTS, TOP_K, RENORMALIZE, BLOCK)
-    local = tl.arange(0, BLOCK) - first
+    x = tl.load(x_ptr + token * x_stride + column, mask=column < HIDDEN_SIZE, other=0)
+    logit = tl.where(expert < NUM_EXPERTS, 0.0, -float("inf"))
+    square = 0.0
+    for part in tl.static_range(PARTS):
+        row = part * tokens + token
+        logit += tl.load(products_ptr + row * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=0)
+        square += tl.load(squares_ptr + row)
+    factor = tl.rsqrt(square / HIDDEN_SIZE + eps)
+    y = (x.to(tl.float32) * factor).to(x.dtype).to(tl.float32) * weight  # rounded between, as by norm.rms_norm
+    tl.store(y_ptr + token * HIDDEN_SIZE + column, y.to(x.dtype), mask=column < HIDDEN_SIZE)
+    rank, p = ranked_experts(logit * factor, TOP_K, RENORMALIZE, EXPERTS)
+    local = expert - first
     here = (local >= 0) & (local < num_local) & (tl.load(slot_mapping_ptr + token) >= 0)
     chosen = rank < TOP_K
     tl.store(probabilities_ptr + token * TOP_K + rank, p, mask=chosen)

@@ -1,7 +1,5 @@
 """layers.ops as fused Triton kernels, for bfloat16 and float32 on an NVIDIA GPU."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,7 +10,7 @@ from worker_svc.kernels.expert_gemv import gated_products_of_one, weighted_sum_o
 from worker_svc.kernels.experts import experts_add
 from worker_svc.kernels.gemv import gemv
 from worker_svc.kernels.norm import rms_norm
-from worker_svc.kernels.routing import route
+from worker_svc.kernels.routing import Choice, norm_route
 from worker_svc.layers.kv_cache import LayerCache
 from worker_svc.layers.ops import ExpertWeights, Norm, QKNorm, Routing
 
@@ -59,20 +57,14 @@ class TritonOps:
         residual: Tensor | None,
     ) -> Tensor:
         """See Ops: matrix-vector products for one token, grouped products for more. The residual becomes the sum."""
-        choice: dict[str, Any] = {
-            "top_k": routing.top_k,
-            "renormalize": routing.renormalize,
-            "first": experts.first,
-            "pdl": self._pdl,
-        }
+        weight, eps, pdl = norm.weight, norm.eps, self._pdl
+        choice = Choice(routing.top_k, routing.renormalize, experts.first, len(experts.gate_up))
         if len(x) == 1:
             logits = self.norm_linear(x, norm, routing.weight)
-            activated, routed = gated_products_of_one(x, norm.weight, norm.eps, logits, experts.gate_up, **choice)
-            return weighted_sum_of_one(activated, experts.down, routed, residual, pdl=self._pdl)
-        y = self.rms_norm(x, norm)
-        logits = self._linear(y, routing.weight, None)
-        routed = route(logits, slot_mapping, num_local=len(experts.gate_up), **choice)
-        return experts_add(y, routed, experts.gate_up, experts.down, residual, pdl=self._pdl)
+            activated, routed = gated_products_of_one(x, weight, eps, logits, experts.gate_up, choice, pdl=pdl)
+            return weighted_sum_of_one(activated, experts.down, routed, residual, pdl=pdl)
+        y, routed = norm_route(x, weight, eps, routing.weight, slot_mapping, choice, pdl=pdl)
+        return experts_add(y, routed, experts.gate_up, experts.down, residual, pdl=pdl)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A kernel for one row, cuBLAS for more."""

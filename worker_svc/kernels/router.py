@@ -1,0 +1,95 @@
+"""The router's product: few outputs of many inputs, so its inputs are cut into parts, which routing adds up.
+
+The weights of a part are loaded ahead of the kernel before. The norm's weight is applied to the inputs; its factor,
+which needs the squares of all parts, only when they are added.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker_svc.kernels.launch import dot, launch_options, release_next, row_stride, wait_for_previous
+
+_STEP = 128  # inputs
+_PROGRAMS = 256  # about so many fill a GPU
+
+
+def router_products(x: Tensor, norm_weight: Tensor, router: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """(x * norm_weight) @ router^T and the sum of x^2, by part of the inputs: [S, T, num_experts], [S, T], float32.
+
+    `x` [T, hidden], `norm_weight` [hidden], `router` [num_experts, hidden].
+    """
+    (tokens, hidden_size), num_experts = x.shape, len(router)
+    block = 16 if tokens <= _PROGRAMS else 64
+    blocks, steps = triton.cdiv(tokens, block), triton.cdiv(hidden_size, _STEP)
+    steps_of_part = triton.cdiv(steps, max(_PROGRAMS // blocks, 1))
+    parts = triton.cdiv(steps, steps_of_part)
+    products = torch.empty(parts, tokens, num_experts, dtype=torch.float32, device=x.device)
+    squares = torch.empty(parts, tokens, dtype=torch.float32, device=x.device)
+    _router_kernel[(parts, blocks)](
+        x,
+        norm_weight,
+        router,
+        products,
+        squares,
+        tokens,
+        row_stride(x),
+        row_stride(router),
+        HIDDEN_SIZE=hidden_size,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=max(triton.next_power_of_2(num_experts), 16),
+        BLOCK_TOKENS=block,
+        STEP=_STEP,
+        STEPS=steps_of_part,
+        num_warps=4 if block == 16 else 8,
+        **launch_options(pdl),
+    )
+    return products, squares
+
+
+@triton.jit
+def _router_kernel(
+    x_ptr: tl.tensor,
+    norm_weight_ptr: tl.tensor,
+    router_ptr: tl.tensor,
+    products_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    tokens: tl.tensor,
+    x_stride: tl.tensor,
+    router_stride: tl.tensor,
+    HIDDEN_SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per part of the inputs and block of tokens."""
+    release_next(PDL)
+    part = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    column = part * STEPS * STEP + tl.arange(0, STEP)
+    is_expert, is_token = expert < NUM_EXPERTS, token < tokens
+    router_at = router_ptr + expert[None, :] * router_stride
+    x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride
+    here = column < HIDDEN_SIZE
+    router = tl.load(router_at + column[:, None], mask=here[:, None] & is_expert[None, :], other=0)  # [STEP, EXPERTS]
+    wait_for_previous(PDL)
+    products = tl.zeros([BLOCK_TOKENS, EXPERTS], tl.float32)
+    squares = tl.zeros([BLOCK_TOKENS], tl.float32)
+    for step in range(STEPS):
+        x = tl.load(x_at + column[None, :], mask=is_token[:, None] & here[None, :], other=0)
+        wide = x.to(tl.float32)
+        norm_weight = tl.load(norm_weight_ptr + column, mask=here, other=0).to(tl.float32)
+        squares += tl.sum(wide * wide, axis=1)
+        products += dot((wide * norm_weight[None, :]).to(x.dtype), router)
+        column += STEP
+        here = (column < HIDDEN_SIZE) & (step + 1 < STEPS)
+        router = tl.load(router_at + column[:, None], mask=here[:, None] & is_expert[None, :], other=0)
+    row = part * tokens + token
+    tl.store(squares_ptr + row, squares, mask=is_token)
+    at = products_ptr + row.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
+    tl.store(at, products, mask=is_token[:, None] & is_expert[None, :])
