@@ -100,7 +100,7 @@ def _down(batch: int) -> Call:
 
 def _all(batch: int) -> Call:
     x, residual = _tokens(batch), torch.zeros_like(_tokens(batch))
-    return lambda pdl: experts_add(*_route(x, pdl), *_weights(), residual, pdl=pdl)
+    return lambda pdl: experts_add(*_route(x, pdl), *_weights(), residual, num_experts=NUM_EXPERTS, pdl=pdl)
 
 
 def _one_gated(x: Tensor, logits: Tensor, pdl: bool = False) -> tuple[Tensor, Routed]:

@@ -167,10 +167,10 @@ SIZES = [(6, 64, 48), (5, 100, 40)] + [(128, 2048, 768), (128, 2048, 96)] * COMP
 def test_experts_add(tokens: int, sizes: tuple[int, int, int], kind: str, dtype: torch.dtype) -> None:
     layer = Layer(tokens, routings(tokens, sizes[0], 2)[kind], sizes, dtype)
     expected = layer.expected()
-    without = experts_add(layer.x, layer.routed, layer.gate_up, layer.down, None)
+    without = experts_add(layer.x, layer.routed, layer.gate_up, layer.down, None, num_experts=sizes[0])
     assert_close(without, expected, roundings=3)
     residual = layer.residual.clone()
-    total = experts_add(layer.x, layer.routed, layer.gate_up, layer.down, residual)
+    total = experts_add(layer.x, layer.routed, layer.gate_up, layer.down, residual, num_experts=sizes[0])
     assert total.data_ptr() == residual.data_ptr()
     assert_close(total, expected + layer.residual.double(), roundings=3)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
 
-_CHUNK = 4096  # pairs that a program looks at in one go
+_LEAST_CHUNK, _MOST_CHUNK = 256, 4096  # pairs that a program looks at in one go
 _MAP = tl.constexpr(64)
 
 
@@ -53,7 +53,7 @@ def group_pairs(experts: Tensor, num_experts: int, block_pairs: int, *, pdl: boo
         most,
         EXPERTS=triton.next_power_of_2(num_experts),
         BLOCK_PAIRS=block_pairs,
-        CHUNK=min(triton.next_power_of_2(count), _CHUNK),
+        CHUNK=min(max(triton.next_power_of_2(count), _LEAST_CHUNK), _MOST_CHUNK),
         num_warps=8,
         **launch_options(pdl),
     )

@@ -11,14 +11,22 @@ from worker_svc.kernels.routing import Routed
 
 
 def experts_add(
-    x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, residual: Tensor | None, *, pdl: bool = False
+    x: Tensor,
+    routed: Routed,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor | None,
+    *,
+    num_experts: int,
+    pdl: bool = False,
 ) -> Tensor:
     """`residual`, which is overwritten, or zeros, plus the sum of probability x expert(x) over each token's experts.
 
     `x` and `residual` [T, hidden], `gate_up` [experts, 2 x width, hidden], `down` [experts, hidden, width].
+    `num_experts`: of all ranks, which share the pairs.
     """
     top_k = routed.experts.shape[1]
-    wide, narrow = tiles(routed.experts.numel() / len(gate_up), x.dtype)
+    wide, narrow = tiles(routed.experts.numel() / num_experts, x.dtype)
     groups = group_pairs(routed.experts, len(gate_up), wide.pairs, pdl=pdl)
     activated = gated_products(x, gate_up, groups, top_k, wide, pdl=pdl)
     products = weighted_products(activated, down, groups, routed, narrow, pdl=pdl)

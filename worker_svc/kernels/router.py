@@ -23,7 +23,7 @@ def router_products(x: Tensor, norm_weight: Tensor, router: Tensor, *, pdl: bool
     (tokens, hidden_size), num_experts = x.shape, len(router)
     block = 16 if tokens <= _PROGRAMS else 64
     blocks, steps = triton.cdiv(tokens, block), triton.cdiv(hidden_size, _STEP)
-    steps_of_part = triton.cdiv(steps, max(_PROGRAMS // blocks, 1))
+    steps_of_part = triton.next_power_of_2(triton.cdiv(steps, max(_PROGRAMS // blocks, 1)))
     parts = triton.cdiv(steps, steps_of_part)
     products = torch.empty(parts, tokens, num_experts, dtype=torch.float32, device=x.device)
     squares = torch.empty(parts, tokens, dtype=torch.float32, device=x.device)

@@ -64,7 +64,8 @@ class TritonOps:
             activated, routed = gated_products_of_one(x, weight, eps, logits, experts.gate_up, choice, pdl=pdl)
             return weighted_sum_of_one(activated, experts.down, routed, residual, pdl=pdl)
         y, routed = norm_route(x, weight, eps, routing.weight, slot_mapping, choice, pdl=pdl)
-        return experts_add(y, routed, experts.gate_up, experts.down, residual, pdl=pdl)
+        num_experts = len(routing.weight)
+        return experts_add(y, routed, experts.gate_up, experts.down, residual, num_experts=num_experts, pdl=pdl)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A kernel for one row, cuBLAS for more."""
