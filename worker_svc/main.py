@@ -9,6 +9,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
@@ -69,13 +70,14 @@ def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: P
     from worker_svc.runner.group import follow
 
     progress.beat_in_thread()
-    group = join(rank, config.tensor_parallel, rendezvous)
-    runner = build_runner(config, load_model_config(config.folder), group, choose_device(config, rank))
+    device = choose_device(config, rank)
+    group = join(rank, config.tensor_parallel, rendezvous, device)
+    runner = build_runner(config, load_model_config(config.folder), group, device)
     progress.warm()
     follow(runner, group, progress)
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Parses what the launcher passes."""
     die_with_parent()
     parser = argparse.ArgumentParser(description="One rank of a worker group")
@@ -84,11 +86,10 @@ def main() -> int:
     parser.add_argument("--folder", required=True, type=Path, help="the group's folder for rendezvous and progress")
     arguments = parser.parse_args()
     status = run_rank(arguments.config, arguments.rank, arguments.folder)
-    if status:
-        sys.stderr.flush()
-        os._exit(status)  # a dead peer leaves collectives whose destructors would abort, with a message of their own
-    return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # destructors of collectives would abort where a peer has died, and wait for graphs that use them
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -136,8 +136,9 @@ def ready_line(config: WorkerConfig, description: WorkerDescription, port: int) 
 
 
 def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, progress: Progress) -> GroupRunner:
-    ranks = join(0, config.tensor_parallel, rendezvous)
-    runner = build_runner(config, model, ranks, choose_device(config, 0))
+    device = choose_device(config, 0)
+    ranks = join(0, config.tensor_parallel, rendezvous, device)
+    runner = build_runner(config, model, ranks, device)
     gc.freeze()  # what the start has made lives as long as the process: no collection needs to look at it
     return GroupRunner(runner, ranks, progress)
 

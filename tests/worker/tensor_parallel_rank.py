@@ -8,6 +8,8 @@ import random
 import sys
 from pathlib import Path
 
+import torch
+
 from shared.types import RowSampling
 from tests.worker.planner import GREEDY, Planner, make_runner
 from worker_svc.parallel import TensorParallel, join
@@ -33,7 +35,7 @@ def outputs(model: Path, group: TensorParallel) -> list[list[int]]:
 def main() -> None:
     """Runs the models one after another in one group."""
     rank, size, rendezvous, *models = sys.argv[1:]
-    group = join(int(rank), int(size), Path(rendezvous))
+    group = join(int(rank), int(size), Path(rendezvous), torch.device("cpu"))
     print(json.dumps([outputs(Path(model), group) for model in models]))
     group.leave()
 
