@@ -2,7 +2,7 @@
 
 Every rank writes its words straight into the inboxes of all and reads its own. A word travels beside the number of the
 exchange in one 8-byte store, so its arrival needs no flag, fence or barrier: the LL protocol of NCCL. Inboxes have two
-halves, used in turn: a rank that writes for exchange n + 2 has the others' words of n + 1, so they have read those of n.
+halves, used in turn: who writes for exchange n + 2 has all words of n + 1, so their senders have read those of n.
 """
 
 from dataclasses import dataclass
