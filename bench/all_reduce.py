@@ -4,13 +4,14 @@ The worker's own way for few values beside torch's symmetric memory and NCCL. Ev
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def main(
         json_file.write_text(json.dumps([asdict(point) for point in points], indent=2) + "\n", encoding="utf-8")
 
 
-def rank_main(rank: int, size: int, folder: Path) -> None:
+def rank_main(rank: int, size: int, folder: Path) -> NoReturn:
     """Rank 0 writes the points."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -79,6 +80,7 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
     if rank == 0:
         (folder / "points").write_text(json.dumps([asdict(point) for point in points]), encoding="utf-8")
     group.leave()
+    os._exit(0)  # as worker_svc.main does
 
 
 def _point(group: TensorParallel, shared: Tensor, rows: int) -> Point:
