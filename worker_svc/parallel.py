@@ -62,7 +62,7 @@ class TensorParallel:
         """[size, *values.shape]: every rank's values, on every rank."""
         if self.size == 1:
             return values[None]
-        if self.peers is not None and self.peers.fits(values):
+        if self.peers is not None and self.peers.can_gather(values):
             return self.peers.all_gather(values)
         gathered = values.new_empty(self.size, *values.shape)
         dist.all_gather_into_tensor(gathered.view(-1), values.reshape(-1))

@@ -28,8 +28,8 @@ KINDS = (
     RowSampling(temperature=1.2, top_p=0.9, seed=6),
 )
 PROMPT = np.random.default_rng(0).integers(0, 150_000, 200).tolist()
-SIZES = (8, 4096, 5 * 4096, 64 * 4096, 256 * 4096, 256 * 4096 + 8)
-"""Values of an all-reduce in bfloat16; the last is too large for the GPUs' own memory."""
+SIZES = (8, 4096, 5 * 4096, 64 * 4096, 64 * 4096 + 8, 256 * 4096, (1 << 24) + 16)
+"""Values of an all-reduce in bfloat16: few, from the fifth on in blocks, the last in two parts."""
 
 
 def make_planner(folder: Path, group: TensorParallel, **settings: Any) -> Planner:
@@ -100,7 +100,7 @@ def sums(group: TensorParallel) -> dict[str, list[Tensor]]:
 
 def gathers(group: TensorParallel) -> list[Tensor]:
     """Of few and of many int64, on either way."""
-    counts = (3, 512, 1 << 18, (1 << 18) + 1)
+    counts = (3, 512, 1 << 16, (1 << 16) + 1)
     return _host([group.all_gather(torch.arange(count).cuda() * (group.rank + 1) - (1 << 40)) for count in counts])
 
 

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 CAPACITY = 2048
+BLOCKS = 2 * 2048  # words
 CASES = [
     ("reduce", torch.bfloat16, 2 * CAPACITY),
+    ("blocks", torch.bfloat16, 2 * BLOCKS),
     ("gather", torch.int64, 3),
     ("reduce", torch.float32, 700),
     ("reduce", torch.bfloat16, 34),
     ("gather", torch.int64, CAPACITY // 2),
     ("reduce", torch.bfloat16, 1026),
+    ("blocks", torch.float32, 2100),
     ("gather", torch.float32, 513),
+    ("blocks", torch.bfloat16, 30),
 ] * 2
 
 
@@ -32,25 +36,30 @@ def values_of(rank: int, case: int) -> Tensor:
 
 def main() -> None:
     """All cases, one after another."""
-    from worker_svc.kernels.exchange import BLOCK, Inboxes, all_gather, all_reduce
+    from worker_svc.kernels import exchange, exchange_blocks
 
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    size = 2 * ranks * CAPACITY
-    maps = [
-        torch.from_file(str(folder / f"inbox{owner}"), shared=True, size=size, dtype=torch.int64)
-        for owner in range(ranks)
-    ]
-    counts = torch.zeros(CAPACITY // BLOCK, dtype=torch.int32)
-    inboxes = Inboxes(rank, tuple(inbox.data_ptr() for inbox in maps), CAPACITY, counts)
+
+    def inboxes(name: str, capacity: int, size: int, block: int) -> exchange.Inboxes:
+        files = [str(folder / f"{name}{owner}") for owner in range(ranks)]
+        maps.extend(torch.from_file(file, shared=True, size=size, dtype=torch.int32) for file in files)
+        addresses = tuple(words.data_ptr() for words in maps[-ranks:])
+        return exchange.Inboxes(rank, addresses, capacity, torch.zeros(capacity // block, dtype=torch.int32))
+
+    maps: list[Tensor] = []
+    few = inboxes("few", CAPACITY, exchange.inbox_words(ranks, CAPACITY), exchange.BLOCK)
+    many = inboxes("many", BLOCKS, exchange_blocks.inbox_words(ranks, BLOCKS), exchange_blocks.BLOCK)
     results = []
     for case, (kind, _, _) in enumerate(CASES):
         values = values_of(rank, case)
-        if kind == "reduce":
-            all_reduce(values, inboxes)
-        else:
+        if kind == "gather":
             out = torch.full((ranks, len(values)), -77, dtype=values.dtype)
-            all_gather(values, inboxes, out=out)
+            exchange.all_gather(values, few, out=out)
             values = out
+        elif kind == "reduce":
+            exchange.all_reduce(values, few)
+        else:
+            exchange_blocks.all_reduce_blocks(values, many)
         results.append(values)
     torch.save(results, folder / f"results{rank}")
 

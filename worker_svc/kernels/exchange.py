@@ -26,11 +26,16 @@ class Inboxes:
 
     rank: int
     addresses: tuple[int, ...]
-    """Of each rank's inbox, [2, ranks, capacity] int64, zero at first."""
+    """Of each rank's inbox, zero at first."""
     capacity: int
     """Most words of an exchange."""
     counts: Tensor
     """[capacity / BLOCK] int32, zero at first: exchanges that each program has had."""
+
+
+def inbox_words(ranks: int, capacity: int) -> int:
+    """int32 of an inbox: [2, ranks, capacity] of words and numbers."""
+    return 2 * ranks * capacity * 2
 
 
 def all_reduce(values: Tensor, inboxes: Inboxes, *, pdl: bool = False) -> None:
@@ -101,17 +106,8 @@ def _all_reduce_kernel(
     odd = tl.zeros([BLOCK], dtype=tl.float32)
     for source in tl.static_range(RANKS):
         word = _receive(source, at, inside, number, addresses, capacity, RANK, RANKS)
-        if BFLOAT16:
-            even += (word << 16).to(tl.float32, bitcast=True)
-            odd += (word & -65536).to(tl.float32, bitcast=True)
-        else:
-            even += word.to(tl.float32, bitcast=True)
-    if BFLOAT16:
-        low = even.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        total = (odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
-    else:
-        total = even.to(tl.int32, bitcast=True)
-    tl.store(words_ptr + at, total, mask=inside)
+        even, odd = add_word(even, odd, word, BFLOAT16)
+    tl.store(words_ptr + at, sum_of_words(even, odd, BFLOAT16), mask=inside)
     tl.store(counts_ptr + tl.program_id(0), number)
 
 
@@ -139,6 +135,25 @@ def _all_gather_kernel(
         word = _receive(source, at, inside, number, addresses, capacity, RANK, RANKS)
         tl.store(out_ptr + source * num_words + at, word, mask=inside)
     tl.store(counts_ptr + tl.program_id(0), number)
+
+
+@triton.jit
+def add_word(even: tl.tensor, odd: tl.tensor, word: tl.tensor, BFLOAT16: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Adds one float32, or two bfloat16 to a sum each."""
+    if BFLOAT16:
+        return even + (word << 16).to(tl.float32, bitcast=True), odd + (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        return even + word.to(tl.float32, bitcast=True), odd
+
+
+@triton.jit
+def sum_of_words(even: tl.tensor, odd: tl.tensor, BFLOAT16: tl.constexpr) -> tl.tensor:
+    """The word that holds the sums, rounded once."""
+    if BFLOAT16:
+        low = even.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return (odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
+    else:
+        return even.to(tl.int32, bitcast=True)
 
 
 @triton.jit
