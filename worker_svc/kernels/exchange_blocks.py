@@ -1,7 +1,7 @@
 """All-reduce between two or more GPUs that reach each other's memory, for messages large enough that bytes rule.
 
-As kernels.exchange, but words travel alone: a program writes its block into the others' inboxes, then, once all of it is
-there, the number of the exchange into a flag beside. That takes longer for few words, and half the bytes.
+As kernels.exchange, but words travel alone: a program writes its block into the others' inboxes, then, once all of it
+is there, the number of the exchange into a flag beside. That takes longer for few words, and half the bytes.
 """
 
 import torch
