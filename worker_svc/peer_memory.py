@@ -4,6 +4,7 @@ torch's symmetric memory maps it; NVLink multicast, which that could use too, st
 Knows nothing of models; what does not fit here goes through NCCL: see parallel.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class PeerMemory:
         self._mapped: list[Any] = []  # it stays so as long as these live
         self._few = self._inboxes(rank, _FEW, exchange.inbox_words(size, _FEW), exchange.BLOCK, device)
         self._many = self._inboxes(rank, many, exchange_blocks.inbox_words(size, many), exchange_blocks.BLOCK, device)
-        self._most = many if size > 2 else 1 << 62
+        self._most = many * _WORD if size > 2 else math.inf
         self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         torch.cuda.synchronize(device)
         dist.all_reduce(torch.zeros(1))  # the others may write once all inboxes are empty
@@ -43,7 +44,7 @@ class PeerMemory:
 
     def can_add(self, values: Tensor) -> bool:
         """Whether all_reduce takes them."""
-        fits = _is_whole(values) and values.nbytes <= self._most * _WORD
+        fits = _is_whole(values) and values.nbytes <= self._most
         return fits and values.dtype in (torch.bfloat16, torch.float32)
 
     def all_reduce(self, values: Tensor) -> None:
