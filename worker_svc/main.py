@@ -65,14 +65,11 @@ def _run_first(config: WorkerConfig, rendezvous: Path, progress: Progress) -> No
 
 def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: Progress) -> None:
     from shared.model_config import load_model_config
-    from worker_svc.parallel import join
-    from worker_svc.runner.build import build_runner, choose_device
+    from worker_svc.runner.build import start_rank
     from worker_svc.runner.group import follow
 
     progress.beat_in_thread()
-    device = choose_device(config, rank)
-    group = join(rank, config.tensor_parallel, rendezvous, device)
-    runner = build_runner(config, load_model_config(config.folder), group, device)
+    runner, group = start_rank(config, load_model_config(config.folder), rank, rendezvous)
     progress.warm()
     follow(runner, group, progress)
 

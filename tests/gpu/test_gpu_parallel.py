@@ -1,5 +1,7 @@
 """A group of two GPUs gives what one gives: sums, tokens, logits; captured or not."""
 
+import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,11 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from grpc.aio import AioRpcError
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.work import SHAPES
+from shared.pb import worker_pb2_grpc
+from shared.rpc import make_channel
+from shared.wire import plan_to_pb
 from tests.gpu.parallel_rank import PROMPT, SIZES, brought, logits, tokens
 from tests.worker.model_folder import write_model
+from tests.worker.planner import BLOCK, Planner
+from tests.worker.test_launcher import port_of, running
 from worker_svc.launcher import rank_environment
 from worker_svc.parallel import TensorParallel
 
@@ -85,3 +93,29 @@ def test_logits_are_within_the_noise_of_bfloat16(folder: Path, results: list[dic
     error, error_of_one = (float((one - exact).norm() / exact.norm()) for one in (split, whole))
     print(f"relative error {error:.4f}, of one GPU {error_of_one:.4f}")
     assert error < 1.3 * error_of_one
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_the_middle_of_steps_ends_the_group(tmp_path: Path, folder: Path, rank: int) -> None:
+    """The other one's GPU then waits in a kernel for words that never come."""
+
+    async def scheduler(group: Any) -> None:
+        channel = make_channel(f"127.0.0.1:{port_of(group)}")
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
+        planner = Planner(None)
+        planner.admit(0, list(range(1, 60)))
+        with contextlib.suppress(AioRpcError):
+            for step in range(400):
+                plan, _ = planner.plan([(0, planner.remaining(0))])
+                await call.write(plan_to_pb(plan, 7))
+                await call.read()
+                if step == 50:
+                    group.ranks()[rank].kill()
+        assert step >= 50
+        await channel.close()
+
+    settings = {"dtype": "float32", "block_size": BLOCK, "num_kv_blocks": 64, "step_timeout": 3.0, "max_num_seqs": 8}
+    with running(tmp_path, folder / "small", tensor_parallel=RANKS, **settings) as group:
+        asyncio.run(asyncio.wait_for(scheduler(group), 30))
+        assert group.wait(20) == 1
+        assert f"rank {rank} was killed by SIGKILL" in group.errors()[-1]
