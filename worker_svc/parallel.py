@@ -1,6 +1,6 @@
 """The ranks of one tensor-parallel group and their collectives. Knows nothing of plans, models or gRPC.
 
-Values on the host travel through gloo, values on GPUs through their own memory where they are few, else through NCCL.
+Values on the host travel through gloo, values on GPUs through memory that these reach in each other, else through NCCL.
 Collectives on GPUs can be captured in CUDA graphs, if every rank captures and replays the same ones in the same order.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _FOREVER = timedelta(days=365)  # idle ranks wait in a collective; the launcher watches for hung ones
-_FIRST = 4096  # bytes of the first part of a message: most plans fit, and one broadcast takes half as long as two
+_FIRST = 4096  # bytes of the first part of a message: most plans fit, so that one broadcast carries them
 _LENGTH = 8  # of them say how long it is
 
 

@@ -30,7 +30,7 @@ class Inboxes:
     capacity: int
     """Most words of an exchange."""
     counts: Tensor
-    """[capacity / BLOCK] int32, zero at first: exchanges that each program has had."""
+    """[capacity / BLOCK] int32, zero at first: exchanges that each program has had. They may overflow."""
 
 
 def inbox_words(ranks: int, capacity: int) -> int:
