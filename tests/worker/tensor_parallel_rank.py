@@ -1,12 +1,14 @@
 """One rank of a real group: `python -m tests.worker.tensor_parallel_rank RANK SIZE RENDEZVOUS MODEL...`.
 
-Prints what it sampled, a list of tokens per sequence and model, as JSON.
+Prints as JSON what it sampled, a list of tokens per sequence and model, and what messages it had from rank 0.
 """
 
 import json
 import random
 import sys
 from pathlib import Path
+
+import torch
 
 from shared.types import RowSampling
 from tests.worker.planner import GREEDY, Planner, make_runner
@@ -30,11 +32,22 @@ def outputs(model: Path, group: TensorParallel) -> list[list[int]]:
     return [planner.sequences[slot].tokens[lengths[slot] :][:20] for slot in range(3)]
 
 
+def messages(group: TensorParallel) -> list[bytes]:
+    """Of sizes around the first part of a message and far beyond, from rank 0 to all."""
+    sent = [random.Random(size).randbytes(size) for size in (0, 1, 4087, 4088, 4089, 4096, 100_000)]
+    if group.rank:
+        return [group.receive_bytes() for _ in sent]
+    for message in sent:
+        group.send_bytes(message)
+    return sent
+
+
 def main() -> None:
     """Runs the models one after another in one group."""
     rank, size, rendezvous, *models = sys.argv[1:]
-    group = join(int(rank), int(size), Path(rendezvous))
-    print(json.dumps([outputs(Path(model), group) for model in models]))
+    group = join(int(rank), int(size), Path(rendezvous), torch.device("cpu"))
+    sampled = [outputs(Path(model), group) for model in models]
+    print(json.dumps({"sampled": sampled, "messages": [message.hex() for message in messages(group)]}))
     group.leave()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from worker_svc.layers.ops import Ops
+from worker_svc.layers.ops import Norm, Ops
 from worker_svc.layers.shard import Shard, sibling
 from worker_svc.parallel import TensorParallel
 
@@ -51,7 +51,8 @@ def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, group: TensorPar
 
 
 class ColumnParallelLinear(nn.Module):
-    """One or more matrices split by output and packed into one: [T, in_features] to [T, this rank's outputs]."""
+    """One or more matrices split by output and packed into one: [T, in_features] to [T, this rank's outputs], after a
+    norm of the input."""
 
     def __init__(self, in_features: int, parts: Sequence[Part], bias: bool, ops: Ops) -> None:
         super().__init__()
@@ -61,9 +62,9 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, norm: Norm) -> Tensor:
         """[T, in_features] to [T, sum(sizes)]."""
-        return self._ops.linear(x, self.weight, self.bias)
+        return self._ops.norm_linear(x, norm, self.weight, self.bias)
 
     def shards(self, name: str) -> Iterator[Shard]:
         """One shard per part and parameter."""
@@ -77,8 +78,19 @@ class ColumnParallelLinear(nn.Module):
             start += part.size
 
 
+class GatedLinear(ColumnParallelLinear):
+    """Two such matrices, gate and up: [T, in_features] to [T, this rank's outputs of one], silu(gate) * up."""
+
+    def __init__(self, in_features: int, gate: Part, up: Part, ops: Ops) -> None:
+        super().__init__(in_features, (gate, up), False, ops)
+
+    def forward(self, x: Tensor, norm: Norm) -> Tensor:
+        """[T, in_features] to [T, size of a part]."""
+        return self._ops.norm_gated_linear(x, norm, self.weight)
+
+
 class RowParallelLinear(nn.Module):
-    """A matrix split by input: [T, this rank's inputs] to [T, out_features], summed over the ranks."""
+    """A matrix split by input: [T, this rank's inputs] to [T, out_features], summed over the ranks and a residual."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, group: TensorParallel, ops: Ops) -> None:
         super().__init__()
@@ -88,10 +100,12 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, self.part.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The bias is added once, after the sum."""
-        y = self.group.all_reduce(self._ops.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Gives residual + product. One rank adds the residual, which all have, and the bias before the sum over the
+        ranks: nothing is left to do after it. `residual` [T, out_features] may be overwritten."""
+        if self.group.rank == 0:
+            return self.group.all_reduce(self._ops.linear_add(x, self.weight, residual, self.bias))
+        return self.group.all_reduce(self._ops.linear_add(x, self.weight, None))
 
     def shards(self, name: str) -> Iterator[Shard]:
         """The columns of this rank, and the whole bias."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from worker_svc.layers.ops import Ops
+from worker_svc.layers.ops import Norm, Ops
 from worker_svc.layers.shard import Shard, whole
 
 
@@ -30,13 +30,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self._ops = ops
 
+    @property
+    def norm(self) -> Norm:
+        """What fused operations take."""
+        return Norm(self.weight, self.eps)
+
     def forward(self, x: Tensor) -> Tensor:
         """[T, size] to [T, size]."""
-        return self._ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual; both may be overwritten."""
-        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self._ops.rms_norm(x, self.norm)
 
     def shards(self, name: str) -> Iterator[Shard]:
         """The weight, on every rank."""

@@ -12,6 +12,15 @@ from worker_svc.layers.kv_cache import LayerCache
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm of a product's input."""
+
+    weight: Tensor
+    """[hidden]"""
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class QKNorm:
     """RMSNorm of each query and key head."""
 
@@ -25,17 +34,20 @@ class QKNorm:
 class Ops(Protocol):
     """Tensors of T tokens in, tensors of T tokens out. Arguments may be overwritten where a method says so."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, in_features] to [T, out_features]: x @ weight^T + bias."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual; both arguments may be overwritten."""
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, hidden] to [T, out_features]: rms_norm(x) @ weight^T + bias."""
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 x intermediate] to [T, intermediate]: silu(gate) * up."""
+    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+        """[T, hidden] to [T, intermediate]: silu(gate) * up, where [gate, up] = rms_norm(x) @ weight^T.
+
+        `weight` [2 x intermediate, hidden], the rows of gate first.
+        """
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """[T, in_features] to [T, out_features]: residual + x @ weight^T + bias; `residual` may be overwritten."""
 
     def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What rotate_and_store needs of the tables [positions, head_dim / 2] in every layer, once per step."""

@@ -5,30 +5,30 @@ from torch.nn import functional
 
 from worker_svc.layers.kv_cache import LayerCache
 from worker_svc.layers.norm import normalize
-from worker_svc.layers.ops import QKNorm
+from worker_svc.layers.ops import Norm, QKNorm
 from worker_svc.layers.rotary import rotate
 
 
 class TorchOps:
     """See layers.ops.Ops."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Ops."""
-        return functional.linear(x, weight, bias)
+        return normalize(x, norm.weight, norm.eps)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Ops."""
-        return normalize(x, weight, eps)
+        return functional.linear(self.rms_norm(x, norm), weight, bias)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
         """See Ops."""
-        residual = x + residual
-        return normalize(residual, weight, eps), residual
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See Ops."""
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = self.norm_linear(x, norm, weight).chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """See Ops."""
+        product = functional.linear(x, weight, bias)
+        return product if residual is None else residual + product
 
     def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """cos and sin, [T, 1, head_dim / 2] each."""

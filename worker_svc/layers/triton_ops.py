@@ -7,9 +7,9 @@ from torch.nn import functional
 from worker_svc.kernels import rope
 from worker_svc.kernels.activation import silu_and_mul
 from worker_svc.kernels.gemv import gemv
-from worker_svc.kernels.norm import add_rms_norm, rms_norm
+from worker_svc.kernels.norm import rms_norm
 from worker_svc.layers.kv_cache import LayerCache
-from worker_svc.layers.ops import QKNorm
+from worker_svc.layers.ops import Norm, QKNorm
 
 
 class TritonOps:
@@ -19,28 +19,36 @@ class TritonOps:
         """`pdl` launches kernels before the one ahead has ended: compute capability 9.0 and newer."""
         self._pdl = pdl
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Ops: a kernel for one row, cuBLAS for more."""
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See Ops."""
+        out = torch.empty_like(x)
+        rms_norm(x, norm.weight, norm.eps, out=out, pdl=self._pdl)
+        return out
+
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Ops."""
+        return self._linear(self.rms_norm(x, norm), weight, bias)
+
+    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+        """See Ops."""
+        gate_up = self.norm_linear(x, norm, weight)
+        out = gate_up.new_empty(len(x), len(weight) // 2)
+        silu_and_mul(gate_up, out=out, pdl=self._pdl)
+        return out
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """See Ops: the residual becomes the sum."""
+        if residual is None or len(x) == 1:
+            product = self._linear(x, weight, bias)
+            return product if residual is None else residual.add_(product)
+        residual.addmm_(x, weight.t())
+        return residual if bias is None else residual.add_(bias)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A kernel for one row, cuBLAS for more."""
         if len(x) == 1:
             return gemv(x, weight, bias, pdl=self._pdl)
         return functional.linear(x, weight, bias)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See Ops."""
-        out = torch.empty_like(x)
-        rms_norm(x, weight, eps, out=out, pdl=self._pdl)
-        return out
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See Ops: `residual` is updated, `x` becomes the norm."""
-        add_rms_norm(x, residual, weight, eps, out=x, pdl=self._pdl)
-        return x, residual
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See Ops."""
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        silu_and_mul(gate_up, out=out, pdl=self._pdl)
-        return out
 
     def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tables themselves: the kernel looks up what it needs."""

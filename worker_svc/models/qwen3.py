@@ -10,9 +10,9 @@ from shared.model_config import ModelConfig
 from worker_svc.layers.attention import ForwardInputs
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.kv_cache import LayerCache
-from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear, qkv_parts, split_part
+from worker_svc.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, qkv_parts, split_part
 from worker_svc.layers.norm import RMSNorm
-from worker_svc.layers.ops import Ops, QKNorm
+from worker_svc.layers.ops import Norm, Ops, QKNorm
 from worker_svc.layers.rotary import RotaryEmbedding
 from worker_svc.parallel import TensorParallel
 
@@ -31,15 +31,20 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, ops) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor], cache: LayerCache, inputs: ForwardInputs
+        self,
+        x: Tensor,
+        norm: Norm,
+        rotation: tuple[Tensor, Tensor, Tensor],
+        cache: LayerCache,
+        inputs: ForwardInputs,
     ) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        norm = None
+        """x + attention(norm(x)), [T, hidden]."""
+        qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
-            norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        query = self._ops.rotate_and_store(self.qkv_proj(x), norm, rotation, inputs.slot_mapping, cache)
-        projected: Tensor = self.o_proj(inputs.attention(query, cache).flatten(1))
-        return projected
+            qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        query = self._ops.rotate_and_store(self.qkv_proj(x, norm), qk_norm, rotation, inputs.slot_mapping, cache)
+        total: Tensor = self.o_proj(inputs.attention(query, cache).flatten(1), residual=x)
+        return total
 
 
 class Qwen3MLP(nn.Module):
@@ -47,15 +52,14 @@ class Qwen3MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, group: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        self._ops = ops
-        parts = [split_part(name, config.intermediate_size, group) for name in ("gate_proj", "up_proj")]
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, False, ops)
+        gate, up = (split_part(name, config.intermediate_size, group) for name in ("gate_proj", "up_proj"))
+        self.gate_up_proj = GatedLinear(config.hidden_size, gate, up, ops)
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, False, group, ops)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        projected: Tensor = self.down_proj(self._ops.silu_and_mul(self.gate_up_proj(x)))
-        return projected
+    def forward(self, x: Tensor, norm: Norm) -> Tensor:
+        """x + mlp(norm(x)), [T, hidden]."""
+        total: Tensor = self.down_proj(self.gate_up_proj(x, norm), residual=x)
+        return total
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -69,18 +73,12 @@ class Qwen3DecoderLayer(nn.Module):
         self.mlp = Qwen3MLP(config, group, ops)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        rotation: tuple[Tensor, Tensor, Tensor],
-        cache: LayerCache,
-        inputs: ForwardInputs,
-    ) -> tuple[Tensor, Tensor]:
-        """Takes and gives what is still to be added to the residual, and the residual."""
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotation, cache, inputs)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        self, x: Tensor, rotation: tuple[Tensor, Tensor, Tensor], cache: LayerCache, inputs: ForwardInputs
+    ) -> Tensor:
+        """[T, hidden] to [T, hidden]; `x` may be overwritten."""
+        x = self.self_attn(x, self.input_layernorm.norm, rotation, cache, inputs)
+        total: Tensor = self.mlp(x, self.post_attention_layernorm.norm)
+        return total
 
 
 class Qwen3Model(nn.Module):
@@ -99,11 +97,10 @@ class Qwen3Model(nn.Module):
     def forward(self, inputs: ForwardInputs, caches: list[LayerCache]) -> Tensor:
         """[T, hidden] of T tokens."""
         x = self.embed_tokens(inputs.token_ids)
-        residual = torch.zeros_like(x)
         rotation = self._ops.rotation(self.rotary.cos, self.rotary.sin, inputs.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, rotation, cache, inputs)
-        normed: Tensor = self.norm.add(x, residual)[0]
+            x = layer(x, rotation, cache, inputs)
+        normed: Tensor = self.norm(x)
         return normed
 
 
