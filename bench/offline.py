@@ -5,8 +5,9 @@ The scheduler core and one worker rank in one process; plans run ahead of result
 
 import json
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -51,6 +52,20 @@ class Run:
     steps: int
 
 
+class CpuTime:
+    """What a thread's CPU spends on each part of its work, seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Counts the block."""
+        started = time.thread_time()
+        yield
+        self.seconds[name] += time.thread_time() - started
+
+
 class Engine:
     """Core and worker, joined by function calls."""
 
@@ -60,6 +75,7 @@ class Engine:
         self.attention = runner.attention
         self._group = GroupRunner(runner, TensorParallel(), Progress(np.zeros((1, 3)), 0))
         limits = runner.batch.limits
+        self.context = limits.max_model_len
         self._core = Scheduler(
             CoreConfig(
                 num_groups=1,
@@ -72,23 +88,30 @@ class Engine:
             )
         )
         self._num_blocks = limits.num_blocks
+        self._vocabulary_size = limits.vocabulary_size
         self._keys = 0
+        self.cpu = CpuTime()
+        """Of the last run."""
 
     def run(self, items: list[Item]) -> Run:
         """All requests at once, to their ends. Nothing is cached from an earlier run."""
         self._core.worker_ready(0, self._num_blocks)
         self._group.open_epoch()
+        self.cpu = CpuTime()
         for item in items:
             self._keys += 1
-            self._core.submit(_request(self._keys, item))
+            self._core.submit(self._request(item))
         pending: deque[Callable[[], StepResult]] = deque()
         seen: set[int] = set()
         steps, first = 0, 0.0
         started = time.perf_counter()
         while self._core.num_live:
-            while len(pending) < DEPTH and (plan := self._core.schedule(0)) is not None:
-                pending.append(self._group.step(plan_to_pb(plan, 1)))
-            outputs = self._core.update(0, pending.popleft()())
+            while len(pending) < DEPTH and (wait := self._begin()) is not None:
+                pending.append(wait)
+            with self.cpu.part("wait for the result"):
+                result = pending.popleft()()
+            with self.cpu.part("update"):
+                outputs = self._core.update(0, result)
             steps += 1
             if len(seen) < len(items):
                 seen.update(outputs.keys.tolist())
@@ -98,16 +121,28 @@ class Engine:
             wait()
         return Run(first, end, steps)
 
+    def _request(self, item: Item) -> Request:
+        """Its prompt is folded into the model's vocabulary."""
+        key, prompt = self._keys, np.array(item.prompt, dtype=np.int32) % self._vocabulary_size
+        return Request(key, str(key), 0, prompt, temperature=TEMPERATURE, seed=key, max_tokens=item.output_length)
 
-def _request(key: int, item: Item) -> Request:
-    prompt = np.array(item.prompt, dtype=np.int32)
-    return Request(key, str(key), 0, prompt, temperature=TEMPERATURE, seed=key, max_tokens=item.output_length)
+    def _begin(self) -> Callable[[], StepResult] | None:
+        """Schedules a step and launches it; None: nothing is to be done."""
+        with self.cpu.part("schedule"):
+            plan = self._core.schedule(0)
+        if plan is None:
+            return None
+        with self.cpu.part("encode the plan"):
+            message = plan_to_pb(plan, 1)
+        with self.cpu.part("decode, fold and launch"):
+            return self._group.step(message)
 
 
 def main(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-0.6b",
     batches: Annotated[str, typer.Option(help="batch sizes of the decode points")] = "1,8,64,256",
     max_num_batched_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
+    requests: Annotated[int, typer.Option(help="requests of the mixed work, at most 256")] = 256,
     attention: Annotated[str, typer.Option(help="as of tandem worker")] = "auto",
     enforce_eager: Annotated[bool, typer.Option(help="as of tandem worker")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the points here")] = None,
@@ -121,27 +156,28 @@ def main(
             enforce_eager=enforce_eager,
             max_num_seqs=256,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=CONTEXT,
+            max_model_len=min(CONTEXT, load_model_config(folder).max_position),
         )
         started = time.perf_counter()
         engine = Engine(config)
         points = [Point("time to ready", round(time.perf_counter() - started, 1), "s")]
-    points += measure(engine, [int(batch) for batch in batches.split(",")])
+    points += measure(engine, [int(batch) for batch in batches.split(",")], requests)
     _print(model, engine.attention, points)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(point) for point in points], indent=2) + "\n", encoding="utf-8")
 
 
-def measure(engine: Engine, batches: list[int]) -> list[Point]:
+def measure(engine: Engine, batches: list[int], requests: int) -> list[Point]:
     """Decode by batch size, prefill, and the mixed work."""
     engine.run(equal_lengths(8, 128, 16))
     points = []
     for batch in batches:
         run = engine.run(equal_lengths(batch, 128, 256))
         points.append(Point(f"time per output token, batch {batch}", _ms((run.end - run.first_tokens) / 255), "ms"))
-    run = engine.run(equal_lengths(32, 2048, 1))
-    points.append(Point("prefill, 32 x 2048", round(32 * 2048 / run.end), "tokens/s"))
-    items = mixed_lengths()
+    length = min(2048, engine.context - 1)
+    run = engine.run(equal_lengths(32, length, 1))
+    points.append(Point(f"prefill, 32 x {length}", round(32 * length / run.end), "tokens/s"))
+    items = mixed_lengths()[:requests]
     run = engine.run(items)
     tokens = sum(item.output_length for item in items)
     points.append(Point("mixed work, output", round(tokens / run.end), "tokens/s"))

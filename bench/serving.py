@@ -37,7 +37,9 @@ class Point:
     """One batch of requests."""
 
     what: str
+    prompt_tokens_per_second: int
     tokens_per_second: int
+    """Of output."""
     goodput: float
     """Requests a second whose first token and whose mean time per further token were within the goals."""
     ttft_p50_ms: float
@@ -45,7 +47,7 @@ class Point:
     gap_p50_ms: float
     gap_p99_ms: float
     tpot_ms: float
-    """Mean over the streams of (last - first) / (tokens - 1)."""
+    """Mean over the streams of (last - first) / (tokens - 1); 0 where each has one token."""
 
 
 def main(
@@ -53,6 +55,7 @@ def main(
     batches: Annotated[str, typer.Option(help="batch sizes of the decode points")] = "1,8,64,256",
     frontends: Annotated[int, typer.Option(help="frontend processes")] = 4,
     clients: Annotated[int, typer.Option(help="client processes")] = 4,
+    tensor_parallel: Annotated[int, typer.Option(help="as of tandem worker")] = 1,
     max_num_batched_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 4096,
     requests: Annotated[int, typer.Option(help="requests of the mixed work, at most 256")] = 256,
     rates: Annotated[str, typer.Option(help="requests a second of points with Poisson arrivals; empty: none")] = "",
@@ -66,7 +69,7 @@ def main(
     goals = Goals(ttft_goal, tpot_goal)
     with (
         bench_model(model) as (folder, load_format),
-        _services(folder, load_format, frontends, max_num_batched_tokens) as endpoint,
+        _services(folder, load_format, frontends, max_num_batched_tokens, tensor_parallel) as endpoint,
     ):
         measure(endpoint, "warm-up", equal_lengths(16, 128, 16), clients, goals)
         for what, items in _offers(batches, rates, requests):
@@ -89,6 +92,7 @@ class Goals:
 def _offers(batches: str, rates: str, requests: int) -> Iterator[tuple[str, list[Item]]]:
     for batch in (int(size) for size in batches.split(",") if size):
         yield f"decode, batch {batch}", equal_lengths(batch, 128, 256, batch)
+    yield "prefill, 32 x 2048", equal_lengths(32, 2048, 1, seed=3)
     mixed = mixed_lengths()[:requests]
     yield "mixed work", mixed
     for rate in (float(rate) for rate in rates.split(",") if rate):
@@ -96,11 +100,14 @@ def _offers(batches: str, rates: str, requests: int) -> Iterator[tuple[str, list
 
 
 @contextmanager
-def _services(folder: Path, load_format: str, frontends: int, max_num_batched_tokens: int) -> Iterator[str]:
+def _services(
+    folder: Path, load_format: str, frontends: int, max_num_batched_tokens: int, tensor_parallel: int
+) -> Iterator[str]:
     """The endpoint of running services; stopped at the end."""
     endpoint, worker_port = f"127.0.0.1:{(port := find_free('127.0.0.1'))}", find_free("127.0.0.1")
     model = ["--model", str(folder)]
     sizes = ["--max-num-seqs", "256", "--max-num-batched-tokens", str(max_num_batched_tokens)]
+    sizes += ["--tensor-parallel", str(tensor_parallel)]
     context = min(CONTEXT, load_model_config(folder).max_position)
     lengths = ["--max-model-len", str(context), "--load-format", load_format]
     workers = ["--workers", f"127.0.0.1:{worker_port}", "--frontends", str(frontends)]
@@ -128,10 +135,11 @@ def measure(endpoint: str, what: str, items: list[Item], clients: int, goals: Go
                 sys.exit("a client failed: see its message above")
         seen = [np.load(output) for output in outputs]
     arrival, first, last, tokens, gaps = (np.concatenate([file[name] for file in seen]) for name in _COLUMNS)
-    ttft, tpot, seconds = (first - arrival) * 1e3, (last - first) / (tokens - 1) * 1e3, last.max() - start
+    ttft, tpot, seconds = (first - arrival) * 1e3, (last - first) / np.maximum(tokens - 1, 1) * 1e3, last.max() - start
     good = (ttft <= goals.ttft_ms) & (tpot <= goals.tpot_ms)
     return Point(
         what=what,
+        prompt_tokens_per_second=round(sum(len(item.prompt) for item in items) / float(seconds)),
         tokens_per_second=round(float(tokens.sum() / seconds)),
         goodput=round(float(good.sum() / seconds), 2),
         ttft_p50_ms=_percentile(ttft, 50),
@@ -155,7 +163,7 @@ def _client(endpoint: str, start: float, output: Path, items: list[Item]) -> "su
 
 
 def _percentile(values: "np.typing.NDArray[np.float64]", share: int) -> float:
-    return round(float(np.percentile(values, share)), 2)
+    return round(float(np.percentile(values, share)), 2) if len(values) else 0.0
 
 
 def _print(model: str, points: list[Point]) -> None:

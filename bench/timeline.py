@@ -1,7 +1,8 @@
 """Where a decode step's time goes on the GPU: `python -m bench.timeline [--model NAME] [--batch N] [--json FILE]`.
 
 The period from one step's first kernel to the next one's, the share of it in which the GPU works, and the time of each
-kind of kernel, by torch's profiler. Kernels that start before the one ahead has ended count twice.
+kind of kernel, by torch's profiler. Kernels that start before the one ahead has ended count twice. The CPU time of a
+step's parts is that of a second run without the profiler; core and worker are one process there.
 """
 
 import json
@@ -22,6 +23,7 @@ from worker_svc.config import WorkerConfig
 
 _FIRST_KERNEL = "_decode_kernel"  # of every decode step: kernels.prepare
 _SKIPPED = 8  # steps after the prompts
+_CPU_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Timeline:
     between_us: float
     """From the end of a step's last kernel to the first of the next, those that send changes included."""
     kernels: list[Kernel]
+    cpu_us: dict[str, float]
+    """Thread time of each part of a step, prompts included."""
 
 
 def main(
@@ -86,7 +90,12 @@ def measure(engine: Engine, batch: int, steps: int) -> Timeline:
     between = [_gap_before(events, start) for start in starts[1:]]
     kernels = [Kernel(name, calls[name] / count, round(us / count, 2)) for name, us in times.most_common()]
     busy, gap = round(_busy(inside) / span, 4), round(float(np.mean(between)), 1)
-    return Timeline(batch, round(span / count, 1), busy, gap, kernels)
+    return Timeline(batch, round(span / count, 1), busy, gap, kernels, _cpu_time(engine, batch))
+
+
+def _cpu_time(engine: Engine, batch: int) -> dict[str, float]:
+    run = engine.run(equal_lengths(batch, 128, _CPU_STEPS))
+    return {part: round(seconds * 1e6 / run.steps, 1) for part, seconds in engine.cpu.seconds.items()}
 
 
 def _gap_before(events: list[Any], start: float) -> float:
@@ -111,7 +120,9 @@ def _print(timeline: Timeline, most: int) -> None:
         table.add_column(name, justify="left" if name == "kernel" else "right", overflow="ellipsis", no_wrap=True)
     for kernel in timeline.kernels[:most]:
         table.add_row(kernel.name[:70], f"{kernel.calls:.1f}", f"{kernel.us:,.1f}")
-    Console(width=110).print(table)
+    console = Console(width=110)
+    console.print(table)
+    console.print("CPU us a step: " + ", ".join(f"{part} {us:,}" for part, us in timeline.cpu_us.items()))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from shared.settings import check_bounds
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
-ATTENTION = ("auto", "fa3", "triton", "torch")
+ATTENTION = ("auto", "fa3", "fa2", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 _COUNTS = (
     "tensor_parallel",
@@ -61,7 +61,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     """Most tokens of one sequence; None takes the model's own limit."""
     attention: str = "auto"
-    """What computes attention: auto, fa3 (FlashAttention-3), triton (own kernel for decode) or torch."""
+    """What computes attention: auto, fa3 or fa2 (FlashAttention), triton (own kernel for decode) or torch."""
     lease_timeout: float = 3.0
     """Seconds without a plan, none being executed, after which a scheduler's stream ends."""
     step_timeout: float = 10.0

@@ -20,6 +20,15 @@ from worker_svc.progress import Cells, all_warm, create_cells, find_stalled
 _POLL_S = 0.1
 _EXIT_S = 5.0  # from the end of draining to the end of the processes
 
+_LOCAL_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+# NVLink multicast is state of the switch that all GPUs of a host share: a process that is killed while it uses it can
+# leave GPUs of others out of service. Nothing here needs it.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+# Torch's own watch over NCCL reads the rendezvous file, which is gone once all ranks are warm; this module watches.
+_NO_WATCHDOG = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+
 
 class WorkerFailed(TandemError):
     """A rank ended or hung, so the group can't go on."""
@@ -50,8 +59,12 @@ async def launch(config: WorkerConfig) -> None:
 
 def _spawn(config: WorkerConfig, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     arguments = ["--config", to_json(config), "--rank", str(rank), "--folder", str(folder)]
-    environment = {"OMP_NUM_THREADS": str(config.threads), "GLOO_SOCKET_IFNAME": "lo"}
-    return spawn("worker_svc.main", arguments, environment)
+    return spawn("worker_svc.main", arguments, rank_environment(config.threads))
+
+
+def rank_environment(threads: int = 1) -> dict[str, str]:
+    """What a rank's environment must hold besides, before it imports torch."""
+    return {"OMP_NUM_THREADS": str(threads), **_LOCAL_ONLY, **_NO_MULTICAST, **_NO_WATCHDOG}
 
 
 async def _watch(

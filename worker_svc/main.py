@@ -9,6 +9,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
@@ -64,18 +65,16 @@ def _run_first(config: WorkerConfig, rendezvous: Path, progress: Progress) -> No
 
 def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: Progress) -> None:
     from shared.model_config import load_model_config
-    from worker_svc.parallel import join
-    from worker_svc.runner.build import build_runner, choose_device
+    from worker_svc.runner.build import start_rank
     from worker_svc.runner.group import follow
 
     progress.beat_in_thread()
-    group = join(rank, config.tensor_parallel, rendezvous)
-    runner = build_runner(config, load_model_config(config.folder), group, choose_device(config, rank))
+    runner, group = start_rank(config, load_model_config(config.folder), rank, rendezvous)
     progress.warm()
     follow(runner, group, progress)
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Parses what the launcher passes."""
     die_with_parent()
     parser = argparse.ArgumentParser(description="One rank of a worker group")
@@ -84,11 +83,10 @@ def main() -> int:
     parser.add_argument("--folder", required=True, type=Path, help="the group's folder for rendezvous and progress")
     arguments = parser.parse_args()
     status = run_rank(arguments.config, arguments.rank, arguments.folder)
-    if status:
-        sys.stderr.flush()
-        os._exit(status)  # a dead peer leaves collectives whose destructors would abort, with a message of their own
-    return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # destructors of collectives would abort where a peer has died, and wait for graphs that use them
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,16 +1,29 @@
-"""The ranks of one tensor-parallel group and their collectives. Knows nothing of plans, models or gRPC."""
+"""The ranks of one tensor-parallel group and their collectives. Knows nothing of plans, models or gRPC.
+
+Values on the host travel through gloo, values on GPUs through memory that these reach in each other, else through NCCL.
+Collectives on GPUs can be captured in CUDA graphs, if every rank captures and replays the same ones in the same order.
+"""
 
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shared.errors import TandemError
 
+if TYPE_CHECKING:
+    from worker_svc.peer_memory import PeerMemory
+
+_log = structlog.get_logger(__name__)
+
 _FOREVER = timedelta(days=365)  # idle ranks wait in a collective; the launcher watches for hung ones
+_FIRST = 4096  # bytes of the first part of a message: most plans fit, so that one broadcast carries them
+_LENGTH = 8  # of them say how long it is
 
 
 class RankLost(TandemError):
@@ -23,10 +36,17 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
+    on_gpu: bool = False
+    peers: "PeerMemory | None" = None
+    """Of GPUs that reach each other's memory."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        if self.size > 1:
+        if self.size == 1:
+            return values
+        if self.peers is not None and self.peers.can_add(values):
+            self.peers.all_reduce(values)
+        else:
             dist.all_reduce(values)
         return values
 
@@ -42,9 +62,11 @@ class TensorParallel:
         """[size, *values.shape]: every rank's values, on every rank."""
         if self.size == 1:
             return values[None]
-        gathered = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(gathered, values.contiguous())
-        return torch.stack(gathered)
+        if self.peers is not None and self.peers.can_gather(values):
+            return self.peers.all_gather(values)
+        gathered = values.new_empty(self.size, *values.shape)
+        dist.all_gather_into_tensor(gathered.view(-1), values.reshape(-1))
+        return gathered
 
     def gather_to_first(self, values: Tensor) -> list[Tensor]:
         """Every rank's values in rank order on rank 0; an empty list elsewhere."""
@@ -63,29 +85,59 @@ class TensorParallel:
     def send_bytes(self, data: bytes) -> None:
         """From rank 0 to all others, which receive_bytes()."""
         if self.size > 1:
-            self.broadcast(torch.tensor([len(data)]))
-            self.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            start, rest = data[: _FIRST - _LENGTH], bytearray(data[_FIRST - _LENGTH :])
+            first = bytearray(len(data).to_bytes(_LENGTH, "little") + start.ljust(_FIRST - _LENGTH))
+            self.broadcast(torch.frombuffer(first, dtype=torch.uint8))
+            if rest:
+                self.broadcast(torch.frombuffer(rest, dtype=torch.uint8))
 
     def receive_bytes(self) -> bytes:
-        """What rank 0 sends, at least one byte. Raises RankLost where it is gone."""
+        """What rank 0 sends. Raises RankLost where it is gone."""
         try:
-            length = self.broadcast(torch.zeros(1, dtype=torch.int64))
-            return self.broadcast(torch.empty(int(length), dtype=torch.uint8)).numpy().tobytes()
+            first = self.broadcast(torch.empty(_FIRST, dtype=torch.uint8)).numpy().tobytes()
+            length = int.from_bytes(first[:_LENGTH], "little")
+            data = first[_LENGTH : _LENGTH + length]
+            if length > len(data):
+                data += self.broadcast(torch.empty(length - len(data), dtype=torch.uint8)).numpy().tobytes()
+            return data
         except RuntimeError as error:  # how torch.distributed tells a closed connection
             raise RankLost(f"rank 0 is gone ({error})") from None
 
     def leave(self) -> None:
-        """Ends the connections. Nothing may be called afterwards."""
-        if self.size > 1:
+        """Nothing may be called afterwards. What GPUs and their graphs hold ends with the process."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            self.minimum(0)  # no rank ends while kernels of another one may write into its memory
+        elif self.size > 1:
             dist.destroy_process_group()
 
 
-def join(rank: int, size: int, rendezvous: Path) -> TensorParallel:
+def join(rank: int, size: int, rendezvous: Path, device: torch.device) -> TensorParallel:
     """Waits for all ranks of the group at a file that they share."""
-    if size > 1:
-        # gloo carries plans, which are bytes on the host; tensors on GPUs go through NCCL.
-        backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
-        dist.init_process_group(
-            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=_FOREVER
-        )
-    return TensorParallel(rank, size)
+    if size == 1:
+        return TensorParallel()
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=_FOREVER,
+        device_id=device if on_gpu else None,  # connects NCCL now: a graph that is being captured could not
+    )
+    return TensorParallel(rank, size, on_gpu, _peers(rank, size, device) if on_gpu else None)
+
+
+def _peers(rank: int, size: int, device: torch.device) -> "PeerMemory | None":
+    """None, with a warning, where NCCL must do alone."""
+    try:
+        from worker_svc.peer_memory import PeerMemory, why_unreachable
+    except ModuleNotFoundError as missing:
+        problem: str | None = f"{missing}: pip install 'tandem-serve[gpu]'"
+    else:
+        problem = why_unreachable(size)
+        if problem is None:
+            return PeerMemory(rank, size, device)
+    if rank == 0:
+        _log.warning("all collectives go through NCCL: those of small batches take longer", reason=problem)
+    return None

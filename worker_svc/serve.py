@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from shared.rpc import make_server
 from shared.types import WorkerDescription
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import dtype_name
-from worker_svc.parallel import join
 from worker_svc.progress import BEAT_S, Progress
-from worker_svc.runner.build import build_runner, choose_device
+from worker_svc.runner.build import start_rank
 from worker_svc.runner.group import GroupRunner
 from worker_svc.runner.runner import Runner
 from worker_svc.servicer import Group, WorkerServicer
@@ -136,9 +134,7 @@ def ready_line(config: WorkerConfig, description: WorkerDescription, port: int) 
 
 
 def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, progress: Progress) -> GroupRunner:
-    ranks = join(0, config.tensor_parallel, rendezvous)
-    runner = build_runner(config, model, ranks, choose_device(config, 0))
-    gc.freeze()  # what the start has made lives as long as the process: no collection needs to look at it
+    runner, ranks = start_rank(config, model, 0, rendezvous)
     return GroupRunner(runner, ranks, progress)
 
 

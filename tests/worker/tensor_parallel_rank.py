@@ -1,7 +1,7 @@
 """One rank of a real group: `python -m tests.worker.tensor_parallel_rank RANK SIZE RENDEZVOUS SPEC...`.
 
-A spec is a JSON object: the folder of a model as `model`, and settings. Prints what it sampled, a list of tokens per
-sequence and spec, as JSON.
+A spec is a JSON object: the folder of a model as `model`, and settings. Prints as JSON what it sampled, a list of
+tokens per sequence and spec, and what messages it had from rank 0.
 """
 
 import json
@@ -9,6 +9,8 @@ import random
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from shared.types import RowSampling
 from tests.worker.planner import GREEDY, Planner, make_runner
@@ -32,11 +34,22 @@ def outputs(model: str, group: TensorParallel, **settings: Any) -> list[list[int
     return [planner.sequences[slot].tokens[lengths[slot] :][:20] for slot in range(3)]
 
 
+def messages(group: TensorParallel) -> list[bytes]:
+    """Of sizes around the first part of a message and far beyond, from rank 0 to all."""
+    sent = [random.Random(size).randbytes(size) for size in (0, 1, 4087, 4088, 4089, 4096, 100_000)]
+    if group.rank:
+        return [group.receive_bytes() for _ in sent]
+    for message in sent:
+        group.send_bytes(message)
+    return sent
+
+
 def main() -> None:
     """Runs the specs one after another in one group."""
     rank, size, rendezvous, *specs = sys.argv[1:]
-    group = join(int(rank), int(size), Path(rendezvous))
-    print(json.dumps([outputs(group=group, **json.loads(spec)) for spec in specs]))
+    group = join(int(rank), int(size), Path(rendezvous), torch.device("cpu"))
+    sampled = [outputs(group=group, **json.loads(spec)) for spec in specs]
+    print(json.dumps({"sampled": sampled, "messages": [message.hex() for message in messages(group)]}))
     group.leave()
 
 

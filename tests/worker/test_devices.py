@@ -24,7 +24,7 @@ def test_a_gpu_for_each_rank() -> None:
         choose_device(WorkerConfig("model", device="cuda", tensor_parallel=2), 1)
 
 
-@pytest.mark.parametrize("attention", ["fa3", "triton"])
+@pytest.mark.parametrize("attention", ["fa3", "fa2", "triton"])
 def test_attention_that_needs_a_gpu(tmp_path: Path, attention: str) -> None:
     with pytest.raises(StartupError, match=f"--attention {attention}: it needs a GPU"):
         make_runner(write_model(tmp_path), attention=attention)

@@ -22,6 +22,7 @@ from shared.rpc import make_channel
 from shared.types import StepPlan
 from shared.wire import plan_to_pb, result_from_pb
 from tests.worker.model_folder import write_model
+from worker_svc.launcher import rank_environment
 
 START = """
 import json, sys
@@ -175,6 +176,11 @@ def wait_until_warm(temporary: Path) -> None:
     while list(temporary.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_ranks_keep_nvlink_multicast_off() -> None:
+    """Whatever the launcher's own environment says: it can harm others on the host."""
+    assert {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}.items() <= rank_environment().items()
 
 
 def refused(log: Path, model: Path, **settings: Any) -> str:

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 
 from shared.errors import StartupError
 from shared.model_config import load_model_config
 from tests.worker.model_folder import write_model, write_moe_model
 from tests.worker.tensor_parallel_rank import outputs
 from worker_svc.model_checks import check_degree
-from worker_svc.parallel import TensorParallel
+from worker_svc.parallel import TensorParallel, _peers
 
 MODELS: dict[str, dict[str, Any]] = {
     "split K/V heads, tied": {},
@@ -39,8 +42,15 @@ def test_a_group_equals_one_rank(tmp_path: Path, size: int) -> None:
     results = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks)
     assert all(result == results[0] for result in results), "the ranks disagree"
-    for name, result in zip(specs, results[0], strict=True):
+    for name, result in zip(specs, results[0]["sampled"], strict=True):
         assert result == outputs(specs[name]["model"], TensorParallel()), name
+
+
+def test_gpus_that_do_not_reach_each_other_leave_it_to_nccl() -> None:
+    with mock.patch.object(torch.cuda, "can_device_access_peer", return_value=False), capture_logs() as logs:
+        assert _peers(0, 2, torch.device("cuda", 0)) is None
+    (warning,) = logs
+    assert warning["reason"] == "GPU 0 can't reach the memory of GPU 1"
 
 
 def start_rank(rank: int, size: int, rendezvous: Path, specs: Iterable[dict[str, Any]]) -> subprocess.Popen[str]:

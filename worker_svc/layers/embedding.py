@@ -33,9 +33,9 @@ class VocabParallelEmbedding(nn.Module):
         if self.group.size == 1:
             return functional.embedding(token_ids, self.weight)
         local = token_ids - self.start
-        elsewhere = (local < 0) | (local >= self.num_valid)
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.group.all_reduce(rows.masked_fill(elsewhere[:, None], 0))
+        nearest = local.clamp(0, len(self.weight) - 1)
+        rows = functional.embedding(nearest, self.weight)
+        return self.group.all_reduce(rows.masked_fill_((nearest != local)[:, None], 0))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, hidden] to [N, rows], `out` where it is given: logits of this rank's tokens; padding has -infinity."""

@@ -1,11 +1,9 @@
-"""Attention of rows that a GPU holds: FlashAttention-3 for rows of any length, an own Triton kernel for decode.
+"""Attention of decode rows that a GPU holds, by an own Triton kernel. For rows of any length: layers.flash_attention.
 
-Every call depends on values that are on the device alone, so that it can be captured in a CUDA graph.
+A call depends on values that are on the device alone, so that it can be captured in a CUDA graph.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,67 +41,4 @@ class DecodeAttention:
             splits=splits,
             pdl=self.pdl and len(query) < _MANY_ROWS,
         )
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The shape of a rank's attention."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-
-class FlashAttention3:
-    """The package flash_attn_interface. Raises ImportError where it is not installed."""
-
-    def __init__(self, heads: Heads, block_size: int) -> None:
-        from flash_attn_interface import flash_attn_with_kvcache, get_scheduler_metadata
-
-        self._attend: Callable[..., Any] = flash_attn_with_kvcache
-        self._schedule: Callable[..., Any] = get_scheduler_metadata
-        self._heads = heads
-        self._block_size = block_size
-
-    def prepare(self, cu_seqlens: Tensor, seq_lens: Tensor, block_tables: Tensor, max_query: int) -> "FlashStep":
-        """For R rows: `cu_seqlens` [R + 1], `seq_lens` [R], `block_tables` [R, blocks], all int32; no row has more
-        than `max_query` tokens. Does once what every layer would repeat."""
-        heads = self._heads
-        shared: dict[str, Any] = {
-            "page_table": block_tables,
-            "cache_seqlens": seq_lens,
-            "cu_seqlens_q": cu_seqlens,
-            "max_seqlen_q": max_query,
-            "causal": True,
-            "num_splits": 1,
-        }
-        shared["scheduler_metadata"] = self._schedule(
-            len(seq_lens),
-            max_query,
-            block_tables.shape[1] * self._block_size,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            seq_lens,
-            heads.dtype,
-            cu_seqlens_q=cu_seqlens,
-            page_size=self._block_size,
-            causal=True,
-            num_splits=1,
-        )
-        return FlashStep(self._attend, shared)
-
-
-@dataclass(frozen=True, slots=True)
-class FlashStep:
-    """One step's rows. See layers.attention.StepAttention."""
-
-    attend: Callable[..., Any]
-    shared: dict[str, Any]
-
-    def __call__(self, query: Tensor, cache: LayerCache) -> Tensor:
-        """See StepAttention."""
-        out: Tensor = self.attend(query, cache.key, cache.value, **self.shared)
         return out

@@ -1,5 +1,8 @@
 """Puts one rank's runner together: model, weights, K/V memory, sampler, and on a GPU its kernels and graphs."""
 
+import gc
+from pathlib import Path
+
 import structlog
 import torch
 
@@ -15,7 +18,7 @@ from worker_svc.loading import fill_at_random, load_weights
 from worker_svc.model_checks import context_length, dtype_name
 from worker_svc.models.qwen3 import Qwen3ForCausalLM
 from worker_svc.models.qwen3_moe import Qwen3MoeForCausalLM
-from worker_svc.parallel import TensorParallel
+from worker_svc.parallel import TensorParallel, join
 from worker_svc.runner.batch import BatchState, Limits
 from worker_svc.runner.runner import Runner, TorchRunner
 
@@ -35,6 +38,17 @@ def choose_device(config: WorkerConfig, rank: int) -> torch.device:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device
+
+
+def start_rank(
+    config: WorkerConfig, model_config: ModelConfig, rank: int, rendezvous: Path
+) -> tuple[Runner, TensorParallel]:
+    """Joins the other ranks at a file that they share, and builds this one's runner. Raises StartupError."""
+    device = choose_device(config, rank)
+    group = join(rank, config.tensor_parallel, rendezvous, device)
+    runner = build_runner(config, model_config, group, device)
+    gc.freeze()  # what the start has made lives as long as the process: a collection that looks at it stalls all ranks
+    return runner, group
 
 
 def build_runner(

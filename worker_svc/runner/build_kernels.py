@@ -7,9 +7,9 @@ from shared.errors import StartupError
 from shared.model_config import ModelConfig
 from worker_svc.config import WorkerConfig
 from worker_svc.kernels.scatter import scatter
+from worker_svc.layers.flash_attention import Heads, choose_flash
 from worker_svc.layers.kv_cache import block_bytes
 from worker_svc.layers.linear import kv_heads_per_rank
-from worker_svc.layers.paged_attention import FlashAttention3, Heads
 from worker_svc.layers.sampler import Sampler
 from worker_svc.parallel import TensorParallel
 from worker_svc.runner.batch import BatchState
@@ -85,30 +85,10 @@ def _attention(
         model_config.head_dim,
         model.head.weight.dtype,
     )
-    pdl = torch.cuda.get_device_capability(device) >= (9, 0)
-    flash = None
-    if config.attention != "triton":
-        problem = _flash_unfit(heads, device)
-        if problem is None:
-            flash = FlashAttention3(heads, config.block_size)
-        elif config.attention == "fa3":
-            raise StartupError(f"--attention fa3: {problem}")
-        else:
-            _log.warning("the torch reference computes attention of prompts: it is slow", reason=problem)
-    return GpuAttention(flash, own_decode=config.attention != "fa3", pdl=pdl)
-
-
-def _flash_unfit(heads: Heads, device: torch.device) -> str | None:
-    """Why FlashAttention-3 can't run."""
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return "FlashAttention-3 needs a GPU of compute capability 9"
-    if heads.dtype != torch.bfloat16:
-        return f"FlashAttention-3 does not compute in {str(heads.dtype).removeprefix('torch.')}"
-    try:
-        import flash_attn_interface  # noqa: F401
-    except ImportError as missing:
-        return f"FlashAttention-3 is not installed ({missing})"
-    return None
+    capability = torch.cuda.get_device_capability(device)
+    flash = choose_flash(config.attention, heads, config.block_size, capability)
+    own_decode = flash is None or config.attention != flash.name
+    return GpuAttention(flash, own_decode, pdl=capability >= (9, 0))
 
 
 def _block_bytes(config: WorkerConfig, model_config: ModelConfig, model: CausalModel, group: TensorParallel) -> int:

@@ -15,8 +15,9 @@ from worker_svc.kernels.prepare import TokenInputs, append_tokens, prepare_decod
 from worker_svc.kernels.prepare_mixed import RowInputs, prepare_mixed
 from worker_svc.kernels.top_k import top_candidates
 from worker_svc.layers.attention import ForwardInputs, StepAttention
+from worker_svc.layers.flash_attention import FlashAttention
 from worker_svc.layers.kv_cache import KVCache
-from worker_svc.layers.paged_attention import DecodeAttention, FlashAttention3
+from worker_svc.layers.paged_attention import DecodeAttention
 from worker_svc.runner.batch import Limits
 from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.runner import CausalModel
@@ -26,7 +27,7 @@ from worker_svc.runner.runner import CausalModel
 class GpuAttention:
     """What computes attention on a GPU."""
 
-    flash: FlashAttention3 | None
+    flash: FlashAttention | None
     """For rows of any length; None: the torch reference, which can't be captured."""
     own_decode: bool
     """The Triton kernel for rows of one token."""
@@ -36,7 +37,7 @@ class GpuAttention:
     @property
     def name(self) -> str:
         """For people."""
-        rest = "torch" if self.flash is None else "fa3"
+        rest = "torch" if self.flash is None else self.flash.name
         return f"triton+{rest}" if self.own_decode else rest
 
 

@@ -1,0 +1,68 @@
+"""One rank of an exchange on a CPU: `python -m tests.kernels.exchange_rank RANK RANKS FOLDER`, in the interpreter.
+
+Inboxes are files that all ranks map; what each exchange gave goes into a file of the rank's own.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CAPACITY = 2048
+BLOCKS = 2 * 2048  # words
+CASES = [
+    ("reduce", torch.bfloat16, 2 * CAPACITY),
+    ("blocks", torch.bfloat16, 2 * BLOCKS),
+    ("gather", torch.int64, 3),
+    ("reduce", torch.float32, 700),
+    ("reduce", torch.bfloat16, 34),
+    ("gather", torch.int64, CAPACITY // 2),
+    ("reduce", torch.bfloat16, 1026),
+    ("blocks", torch.float32, 2100),
+    ("gather", torch.float32, 513),
+    ("blocks", torch.bfloat16, 30),
+] * 2
+
+
+def values_of(rank: int, case: int) -> Tensor:
+    """What a rank brings to an exchange."""
+    _, dtype, size = CASES[case]
+    generator = torch.Generator().manual_seed(100 * case + rank)
+    if dtype == torch.int64:
+        return torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
+def main() -> None:
+    """All cases, one after another."""
+    from worker_svc.kernels import exchange, exchange_blocks
+
+    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+
+    def inboxes(name: str, capacity: int, size: int, block: int) -> exchange.Inboxes:
+        files = [str(folder / f"{name}{owner}") for owner in range(ranks)]
+        maps.extend(torch.from_file(file, shared=True, size=size, dtype=torch.int32) for file in files)
+        addresses = tuple(words.data_ptr() for words in maps[-ranks:])
+        return exchange.Inboxes(rank, addresses, capacity, torch.zeros(capacity // block, dtype=torch.int32))
+
+    maps: list[Tensor] = []
+    few = inboxes("few", CAPACITY, exchange.inbox_words(ranks, CAPACITY), exchange.BLOCK)
+    many = inboxes("many", BLOCKS, exchange_blocks.inbox_words(ranks, BLOCKS), exchange_blocks.BLOCK)
+    results = []
+    for case, (kind, _, _) in enumerate(CASES):
+        values = values_of(rank, case)
+        if kind == "gather":
+            out = torch.full((ranks, len(values)), -77, dtype=values.dtype)
+            exchange.all_gather(values, few, out=out)
+            values = out
+        elif kind == "reduce":
+            exchange.all_reduce(values, few)
+        else:
+            exchange_blocks.all_reduce_blocks(values, many)
+        results.append(values)
+    torch.save(results, folder / f"results{rank}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Exchanges between real processes, in the interpreter; between GPUs: tests/gpu/test_gpu_parallel.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels import COMPILED
+from tests.kernels.exchange_rank import CASES, values_of
+
+
+@pytest.mark.skipif(COMPILED, reason="compiled kernels can't map files")
+def test_exchanges_of_changing_size(tmp_path: Path) -> None:
+    ranks = 3
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.kernels.exchange_rank"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(ranks), str(tmp_path)], env=environment) for rank in range(ranks)
+    ]
+    try:
+        assert [process.wait(60) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+    results = [torch.load(tmp_path / f"results{rank}") for rank in range(ranks)]
+    for case, (kind, dtype, _) in enumerate(CASES):
+        brought = torch.stack([values_of(rank, case) for rank in range(ranks)])
+        expected = brought if kind == "gather" else brought.double().sum(0)
+        for rank in range(ranks):
+            assert torch.equal(results[rank][case], results[0][case]), "the ranks disagree"
+            assert results[rank][case].dtype == dtype
+        bound = {torch.bfloat16: 2**-7, torch.float32: 1e-6, torch.int64: 0}[dtype]  # the interpreter cuts bits off
+        torch.testing.assert_close(results[0][case].to(expected.dtype), expected, rtol=bound, atol=bound)
