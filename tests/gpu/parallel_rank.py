@@ -1,6 +1,6 @@
 """One rank of a group on GPUs: `python -m tests.gpu.parallel_rank RANK SIZE FOLDER`.
 
-What it computed goes into a file of its own in the folder, which holds the models `small`, `replicated` and `large`.
+What it computed goes into a file of its own in the folder, which holds the models `small`, `replicated`, `experts` and `large`.
 """
 
 import os
@@ -121,6 +121,8 @@ def main() -> None:
         "small": tokens(folder / "small", group),
         "small, eager": tokens(folder / "small", group, enforce_eager=True),
         "replicated": tokens(folder / "replicated", group),
+        "experts": tokens(folder / "experts", group),
+        "whole experts": tokens(folder / "experts", group, expert_parallel=True),
         "logits": logits(folder / "large", group),
     }
     torch.save(results, folder / f"results{rank}")

@@ -18,7 +18,7 @@ from shared.pb import worker_pb2_grpc
 from shared.rpc import make_channel
 from shared.wire import plan_to_pb
 from tests.gpu.parallel_rank import PROMPT, SIZES, brought, logits, tokens
-from tests.worker.model_folder import write_model
+from tests.worker.model_folder import write_model, write_moe_model
 from tests.worker.planner import BLOCK, Planner
 from tests.worker.test_launcher import port_of, running
 from worker_svc.launcher import rank_environment
@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_model(folder / "small", head_dim=64)
     write_model(folder / "replicated", num_key_value_heads=1, tie_word_embeddings=False, vocab_size=333)
+    write_moe_model(folder / "experts", head_dim=64, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True)
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPES["qwen3-0.6b"])).bfloat16()
@@ -74,11 +75,15 @@ def test_gathers(results: list[dict[str, Any]]) -> None:
         assert torch.equal(first, torch.stack(expected))
 
 
-@pytest.mark.parametrize("model", ["small", "replicated"])
-def test_tokens_are_those_of_one_gpu(folder: Path, results: list[dict[str, Any]], model: str) -> None:
-    """Greedy, sampled, among the most likely 40, and of the whole distribution; K/V heads split or replicated."""
-    assert results[0][model] == results[1][model], "the ranks disagree"
-    assert results[0][model] == tokens(folder / model, TensorParallel())
+@pytest.mark.parametrize(
+    ("run", "model"),
+    [("small", "small"), ("replicated", "replicated"), ("experts", "experts"), ("whole experts", "experts")],
+)
+def test_tokens_are_those_of_one_gpu(folder: Path, results: list[dict[str, Any]], run: str, model: str) -> None:
+    """Greedy, sampled, among the most likely 40, and of the whole distribution; K/V heads split or replicated, experts
+    split or whole."""
+    assert results[0][run] == results[1][run], "the ranks disagree"
+    assert results[0][run] == tokens(folder / model, TensorParallel())
 
 
 def test_graphs_give_what_eager_steps_give(results: list[dict[str, Any]]) -> None:
