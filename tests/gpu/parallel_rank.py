@@ -1,6 +1,7 @@
 """One rank of a group on GPUs: `python -m tests.gpu.parallel_rank RANK SIZE FOLDER`.
 
-What it computed goes into a file of its own in the folder, which holds the models `small`, `replicated`, `experts` and `large`.
+What it computed goes into a file of its own in the folder, which holds the models `small`, `replicated`, `experts` and
+`large`.
 """
 
 import os
