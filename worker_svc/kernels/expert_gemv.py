@@ -48,7 +48,7 @@ def gated_products_of_one(
         RENORMALIZE=choice.renormalize,
         WIDTH=width,
         HIDDEN_SIZE=hidden_size,
-        EXPERTS=triton.next_power_of_2(logits.shape[1]),
+        EXPERTS=max(triton.next_power_of_2(logits.shape[1]), 2),
         ROWS=rows,
         COLUMNS=columns,
         num_warps=8,

@@ -51,7 +51,7 @@ def group_pairs(experts: Tensor, num_experts: int, block_pairs: int, *, pdl: boo
         groups.num_blocks,
         count,
         most,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         BLOCK_PAIRS=block_pairs,
         CHUNK=min(max(triton.next_power_of_2(count), _LEAST_CHUNK), _MOST_CHUNK),
         num_warps=8,

@@ -77,7 +77,7 @@ def norm_route(
         NUM_EXPERTS=num_experts,
         TOP_K=choice.top_k,
         RENORMALIZE=choice.renormalize,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         COLUMNS=triton.next_power_of_2(hidden_size),
         num_warps=4,
         **launch_options(pdl),
