@@ -51,7 +51,7 @@ def gated_products_of_one(
         EXPERTS=max(triton.next_power_of_2(logits.shape[1]), 2),
         ROWS=rows,
         COLUMNS=columns,
-        num_warps=8,
+        num_warps=4,
         **launch_options(pdl),
     )
     return out, routed
