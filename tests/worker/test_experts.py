@@ -13,6 +13,8 @@ from tests.worker.model_folder import reference_greedy, reference_logits, write_
 from tests.worker.planner import GREEDY, Planner, make_runner
 from tests.worker.test_loading import assert_same, save, state, tensors_of
 from tests.worker.test_model import all_logits, prompt_of
+from worker_svc.layers.ops import ExpertWeights, Norm, Routing
+from worker_svc.layers.torch_ops import TorchOps
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "probabilities as they are": {"norm_topk_prob": False},
@@ -107,3 +109,17 @@ def test_dummy_experts_differ(tmp_path: Path) -> None:
         experts = weights[f"model.layers.0.mlp.experts.{name}"].flatten(1)
         assert len({tuple(expert[:8].tolist()) for expert in experts}) == 6
         assert 0.01 < float(experts.std()) < 0.03
+
+
+def test_padding_is_sent_to_no_expert() -> None:
+    """Not even where it holds NaN, and the other tokens are what they are without it."""
+    x, slots = torch.randn(5, 16, dtype=torch.float64), torch.tensor([3, -1, 0, -1, 7])
+    norm = Norm(torch.ones(16, dtype=torch.float64), 1e-6)
+    routing = Routing(torch.randn(4, 16, dtype=torch.float64), 2, renormalize=True)
+    experts = ExpertWeights(*(torch.randn(4, *size, dtype=torch.float64) for size in ((12, 16), (16, 6))), first=0)
+    real = slots >= 0
+    expected = TorchOps().norm_experts_add(x[real], norm, routing, experts, slots[real], None)
+    x[1] = torch.nan
+    total = TorchOps().norm_experts_add(x, norm, routing, experts, slots, None)
+    torch.testing.assert_close(total[real], expected)
+    assert not total[~real].any()

@@ -40,15 +40,16 @@ class TorchOps:
         slot_mapping: Tensor,
         residual: Tensor | None,
     ) -> Tensor:
-        """See Ops: expert after expert."""
+        """See Ops: one chosen expert after another."""
         y = self.rms_norm(x, norm)
         probabilities, chosen = route(y, routing)
-        chosen = chosen.masked_fill(slot_mapping[:, None] < 0, -1)
+        chosen = chosen - experts.first
+        here = (slot_mapping >= 0)[:, None] & (chosen >= 0) & (chosen < len(experts.down))
         total = torch.zeros_like(y) if residual is None else residual.clone()
-        for index, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True), experts.first):
-            tokens, places = (chosen == index).nonzero(as_tuple=True)
-            gate, up = functional.linear(y[tokens], gate_up).chunk(2, dim=-1)
-            out = functional.linear(functional.silu(gate) * up, down)
+        for index in chosen[here].unique().tolist():
+            tokens, places = (here & (chosen == index)).nonzero(as_tuple=True)
+            gate, up = functional.linear(y[tokens], experts.gate_up[index]).chunk(2, dim=-1)
+            out = functional.linear(functional.silu(gate) * up, experts.down[index])
             total.index_add_(0, tokens, out * probabilities[tokens, places, None])
         return total
 
