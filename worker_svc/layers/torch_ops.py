@@ -46,7 +46,7 @@ class TorchOps:
         chosen = chosen - experts.first
         here = (slot_mapping >= 0)[:, None] & (chosen >= 0) & (chosen < len(experts.down))
         total = torch.zeros_like(y) if residual is None else residual.clone()
-        for index in chosen[here].unique().tolist():
+        for index in torch.unique(chosen[here]).tolist():
             tokens, places = (here & (chosen == index)).nonzero(as_tuple=True)
             gate, up = functional.linear(y[tokens], experts.gate_up[index]).chunk(2, dim=-1)
             out = functional.linear(functional.silu(gate) * up, experts.down[index])
