@@ -34,6 +34,21 @@ def wait_for_previous(PDL: tl.constexpr) -> None:
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def offset_after_previous(offset: tl.tensor, MULTIPLE: tl.constexpr, PDL: tl.constexpr) -> tl.tensor:
+    """`offset`, a multiple of MULTIPLE, but not before wait_for_previous would return.
+
+    Of a pipelined loop's loads, those at this offset wait; the others are sent ahead of it, where wait_for_previous
+    before the loop would hold all of them back. The pipeliner takes only pure operations, and nothing else keeps the
+    loads at this offset behind the wait.
+    """
+    if PDL:
+        offset = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [offset], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return offset // MULTIPLE * MULTIPLE  # tells the compiler how the loads are aligned
+
+
 def launch_options(pdl: bool) -> dict[str, Any]:
     """Keywords of a launch with or without programmatic dependent launch."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from worker_svc.kernels import rope
 from worker_svc.kernels.activation import silu_and_mul
+from worker_svc.kernels.fused_linear import fused_linear, has_few_rows
 from worker_svc.kernels.gemv import gemv
 from worker_svc.kernels.norm import rms_norm
 from worker_svc.layers.kv_cache import LayerCache
@@ -27,27 +28,34 @@ class TritonOps:
 
     def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Ops."""
+        if len(x) == 1:
+            return gemv(x, weight, bias, norm_weight=norm.weight, eps=norm.eps, pdl=self._pdl)
         return self._linear(self.rms_norm(x, norm), weight, bias)
 
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
         """See Ops."""
-        gate_up = self.norm_linear(x, norm, weight)
-        out = gate_up.new_empty(len(x), len(weight) // 2)
-        silu_and_mul(gate_up, out=out, pdl=self._pdl)
+        if len(x) == 1:
+            return gemv(x, weight, norm_weight=norm.weight, eps=norm.eps, gated=True, pdl=self._pdl)
+        normed = self.rms_norm(x, norm)
+        if has_few_rows(x):
+            return fused_linear(normed, weight, gated=True, pdl=self._pdl)
+        out = x.new_empty(len(x), len(weight) // 2)
+        silu_and_mul(functional.linear(normed, weight), out=out, pdl=self._pdl)
         return out
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """See Ops: the residual becomes the sum."""
-        if residual is None or len(x) == 1:
-            product = self._linear(x, weight, bias)
-            return product if residual is None else residual.add_(product)
+        if len(x) == 1:
+            return gemv(x, weight, bias, residual=residual, pdl=self._pdl)
+        if residual is None or has_few_rows(x):
+            return self._linear(x, weight, bias, residual)
         residual.addmm_(x, weight.t())
         return residual if bias is None else residual.add_(bias)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A kernel for one row, cuBLAS for more."""
-        if len(x) == 1:
-            return gemv(x, weight, bias, pdl=self._pdl)
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """The kernel for few rows, cuBLAS, which adds no residual here, for more."""
+        if has_few_rows(x):
+            return fused_linear(x, weight, bias, residual=residual, pdl=self._pdl)
         return functional.linear(x, weight, bias)
 
     def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
