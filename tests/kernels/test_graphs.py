@@ -50,7 +50,8 @@ class Chain:
     def run(self, pdl: bool) -> None:
         self.residual_out.copy_(self.residual)
         rms_norm(self.x, self.weight, 1e-6, out=self.normed, pdl=pdl)
-        self.hidden = fused_linear(self.normed, self.gate_up, gated=True, pdl=pdl)
+        norm = {"norm_weight": self.weight, "eps": 1e-6}
+        self.hidden = fused_linear(self.normed, self.gate_up, gated=True, **norm, pdl=pdl)
         attention = (self.hidden, *self.caches, self.tables, self.rows, self.lengths)
         paged_attention(*attention, out=self.attended, splits=4, pdl=pdl)
         fused_linear(self.attended, self.back, residual=self.residual_out, pdl=pdl)

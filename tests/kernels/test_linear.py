@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.kernels import DTYPES, assert_close, randn
-from worker_svc.kernels.fused_linear import fused_linear, has_few_rows
+from tests.kernels import COMPILED, DTYPES, assert_close, poisoned, randn
+from worker_svc.kernels.fused_linear import fused_linear, is_faster
 from worker_svc.kernels.gemv import gemv
 
 EPS = 1e-6
@@ -74,23 +74,35 @@ def test_one_row(dtype: torch.dtype, shape: tuple[int, int], kind: dict[str, boo
     assert case.residual is None or actual is case.residual
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16] if COMPILED else DTYPES)
 @pytest.mark.parametrize(("rows", "shape"), [(2, (96, 40)), (7, (1024, 24)), (16, (64, 4099)), (32, (5000, 9))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int], kind: dict[str, bool]) -> None:
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int], kind: dict[str, bool], has_norm: bool) -> None:
     case = product(rows, shape, dtype, **kind)
-    expected = case.expected()
-    actual = fused_linear(case.x, case.weight, case.bias, **case.options())
+    norm_weight = randn(shape[0], dtype=dtype, seed=4) if has_norm else None
+    expected = case.expected(norm_weight)
+    actual = fused_linear(case.x, case.weight, case.bias, norm_weight=norm_weight, eps=EPS, **case.options())
     assert_close(actual, expected)
     assert case.residual is None or actual is case.residual
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
     """Nor on how many there are, as far as they take the same tile."""
-    case = product(16, (1024, 40), torch.bfloat16, bias=False, add=False, gated=True)
-    together = fused_linear(case.x, case.weight, gated=True)
-    for count in (2, 9):
-        assert torch.equal(fused_linear(case.x[:count].clone(), case.weight, gated=True), together[:count])
+    case = product(8, (1024, 40), torch.bfloat16, bias=False, add=False, gated=True)
+    options = {"norm_weight": randn(1024, dtype=torch.bfloat16, seed=4), "eps": EPS, "gated": True}
+    together = fused_linear(case.x, case.weight, **options)
+    for count in (2, 5):
+        assert torch.equal(fused_linear(case.x[:count].clone(), case.weight, **options), together[:count])
+
+
+def test_padded_rows_and_outputs_are_not_written() -> None:
+    case = product(5, (64, 24), torch.bfloat16, bias=False, add=False, gated=False)
+    wide = poisoned(8, 40, dtype=torch.bfloat16)
+    wide[:5, :24] = 0
+    fused_linear(case.x, case.weight, residual=wide[:5, :24])
+    assert_close(wide[:5, :24], case.expected())
+    assert wide[5:].isnan().all() and wide[:, 24:].isnan().all()
 
 
 def test_rows_may_be_strided() -> None:
@@ -99,6 +111,7 @@ def test_rows_may_be_strided() -> None:
 
 
 def test_which_rows_are_few() -> None:
-    assert has_few_rows(randn(32, 64, dtype=torch.bfloat16))
-    assert not has_few_rows(randn(33, 64, dtype=torch.bfloat16))
-    assert not has_few_rows(randn(2, 64)), "products of float32 rows don't run on tensor cores"
+    eight, many = randn(8, 64, dtype=torch.bfloat16), randn(33, 64, dtype=torch.bfloat16)
+    assert is_faster(eight, normed=True) and is_faster(eight, normed=False)
+    assert not is_faster(many, normed=False)
+    assert not is_faster(eight.float(), normed=True), "products of float32 rows don't run on tensor cores"
