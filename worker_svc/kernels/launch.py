@@ -1,7 +1,8 @@
 """What all kernels share: programmatic dependent launch, and what the interpreter can't do.
 
-Programmatic dependent launch (compute capability 9.0) starts a kernel while the one before it still runs. A kernel so
-launched must wait before it reads what that one wrote or writes what it read; what older kernels wrote is there.
+Programmatic dependent launch (compute capability 9.0) starts a kernel while the one before it still runs, and as all
+release the next one at once, several may be under way. So before a kernel waits it may read only what none of the last
+few wrote, such as weights, and write nothing.
 """
 
 import os
