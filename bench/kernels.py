@@ -24,14 +24,16 @@ from worker_svc.kernels.activation import silu_and_mul
 from worker_svc.kernels.candidates import SlotSampling
 from worker_svc.kernels.choose import choose_tokens
 from worker_svc.kernels.gumbel import gumbel_candidates
-from worker_svc.kernels.norm import add_rms_norm
+from worker_svc.kernels.norm import rms_norm
 from worker_svc.kernels.paged_attention import num_splits, paged_attention
 from worker_svc.kernels.prepare import SlotState, TokenInputs, append_tokens, prepare_decode
 from worker_svc.kernels.rope import QKNorm, rotate_and_store
 from worker_svc.kernels.top_k import top_candidates
+from worker_svc.layers.ops import Norm
+from worker_svc.layers.triton_ops import TritonOps
 
 NOT_MEASURED = (
-    "Not measured: matrix products of the model, collectives, launches from Python, how kernels overlap with those "
+    "Not measured: the LM head, collectives, launches from Python, how kernels overlap with those "
     "around them in a real step, ragged batches, prefill. Bytes are the fewest that must move; activations of a decode "
     "step fit the L2 cache, as they do in service, so that their rate may exceed the ceiling of copies. A time "
     "includes the gap to the next kernel of the graph; with PDL a kernel overlaps with its own successor."
@@ -149,6 +151,7 @@ def cases_of(batch: int, contexts: list[int]) -> Iterator[Case]:
         yield _norm(shape, batch)
         yield _rope(shape, batch)
         yield _activation(shape, batch)
+        yield from _products(shape, batch)
         for context in contexts:
             yield _attention(shape, batch, context)
     yield from expert_cases(batch)
@@ -159,15 +162,40 @@ def cases_of(batch: int, contexts: list[int]) -> Iterator[Case]:
 
 def _norm(shape: Shape, batch: int) -> Case:
     def make() -> Call:
-        x, residual, weight = (
-            _randn(batch, shape.hidden_size),
-            _randn(batch, shape.hidden_size),
-            _randn(shape.hidden_size),
-        )
+        x, weight = _randn(batch, shape.hidden_size), _randn(shape.hidden_size)
         out = torch.empty_like(x)
-        return lambda pdl: add_rms_norm(x, residual, weight, 1e-6, out=out, pdl=pdl)
+        return lambda pdl: rms_norm(x, weight, 1e-6, out=out, pdl=pdl)
 
-    return Case("add + norm", shape.name, batch, 0, 2 * (4 * batch + 1) * shape.hidden_size, make)
+    return Case("norm", shape.name, batch, 0, 2 * (2 * batch + 1) * shape.hidden_size, make)
+
+
+def _products(shape: Shape, batch: int) -> Iterator[Case]:
+    """A layer's products with what stands around them, as layers call them: of few rows own kernels, else cuBLAS."""
+    heads = shape.num_heads * shape.head_dim
+    qkv = heads + 2 * shape.num_kv_heads * shape.head_dim
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    norm = Norm(_randn(hidden), 1e-6)
+
+    def case(name: str, inputs: int, outputs: int, call: Callable[[TritonOps, Tensor, Tensor], object]) -> Case:
+        def make() -> Call:
+            x, weight = _randn(batch, inputs), _randn(outputs, inputs) * inputs**-0.5
+            return lambda pdl: call(TritonOps(pdl), x, weight)
+
+        return Case(name, shape.name, batch, 0, 2 * (inputs * outputs + batch * (inputs + outputs)), make)
+
+    def add(ops: TritonOps, x: Tensor, weight: Tensor) -> object:
+        return ops.linear_add(x, weight, residual)
+
+    residual = _randn(batch, hidden)
+    yield case("norm + qkv", hidden, qkv, lambda ops, x, weight: ops.norm_linear(x, norm, weight))
+    yield case("o + residual", heads, hidden, add)
+    yield case(
+        "norm + gate, up + silu",
+        hidden,
+        2 * intermediate,
+        lambda ops, x, weight: ops.norm_gated_linear(x, norm, weight),
+    )
+    yield case("down + residual", intermediate, hidden, add)
 
 
 def _rope(shape: Shape, batch: int) -> Case:

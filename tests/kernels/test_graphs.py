@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels import COMPILED, DEVICE, ints, poisoned, randn
-from worker_svc.kernels.activation import silu_and_mul
 from worker_svc.kernels.candidates import SlotSampling
 from worker_svc.kernels.choose import choose_tokens
+from worker_svc.kernels.fused_linear import fused_linear
 from worker_svc.kernels.gumbel import gumbel_candidates
-from worker_svc.kernels.norm import add_rms_norm, rms_norm
+from worker_svc.kernels.norm import rms_norm
 from worker_svc.kernels.paged_attention import paged_attention
 from worker_svc.kernels.top_k import top_candidates
 
@@ -24,6 +24,9 @@ class Chain:
         self.x = randn(ROWS, HIDDEN, dtype=bfloat16)
         self.residual = randn(ROWS, HIDDEN, dtype=bfloat16, seed=1)
         self.weight = randn(HIDDEN, dtype=bfloat16, seed=2)
+        width = HEADS * HEAD_DIM
+        self.gate_up = (randn(2 * width, HIDDEN, seed=6) * HIDDEN**-0.5).to(bfloat16)
+        self.back = (randn(HIDDEN, width, seed=7) * width**-0.5).to(bfloat16)
         self.caches = [randn(4 * ROWS, 64, KV_HEADS, HEAD_DIM, dtype=bfloat16, seed=seed) for seed in (3, 4)]
         self.tables = torch.arange(4 * ROWS, dtype=torch.int32, device=DEVICE).view(ROWS, 4)
         self.rows = ints(list(range(ROWS)))
@@ -40,17 +43,18 @@ class Chain:
         )
         self.residual_out = torch.empty_like(self.residual)
         self.normed = poisoned(ROWS, HIDDEN, dtype=bfloat16)
-        self.hidden = poisoned(ROWS, HEADS * HEAD_DIM, dtype=bfloat16)
         self.attended = poisoned(ROWS, HEADS * HEAD_DIM, dtype=bfloat16)
         self.logits = poisoned(ROWS, HEADS * HEAD_DIM, dtype=bfloat16)
         self.tokens, self.failed = (poisoned(ROWS, dtype=torch.int32) for _ in range(2))
 
     def run(self, pdl: bool) -> None:
         self.residual_out.copy_(self.residual)
-        add_rms_norm(self.x, self.residual_out, self.weight, 1e-6, out=self.normed, pdl=pdl)
-        silu_and_mul(self.normed, out=self.hidden, pdl=pdl)
+        rms_norm(self.x, self.weight, 1e-6, out=self.normed, pdl=pdl)
+        norm = {"norm_weight": self.weight, "eps": 1e-6}
+        self.hidden = fused_linear(self.normed, self.gate_up, gated=True, **norm, pdl=pdl)
         attention = (self.hidden, *self.caches, self.tables, self.rows, self.lengths)
         paged_attention(*attention, out=self.attended, splits=4, pdl=pdl)
+        fused_linear(self.attended, self.back, residual=self.residual_out, pdl=pdl)
         rms_norm(self.attended, self.weight[: HEADS * HEAD_DIM], 1e-6, out=self.logits, pdl=pdl)
         best = gumbel_candidates(self.logits, self.rows, self.sampling, pdl=pdl)
         top = top_candidates(self.logits, self.rows, self.sampling, pdl=pdl)

@@ -1,4 +1,5 @@
-"""The kernel runner gives the tokens that the torch runner gives, here on a CPU in Triton's interpreter, uncaptured."""
+"""The kernel runner gives the tokens that the torch runner gives, here on a CPU in Triton's interpreter, uncaptured;
+tests/gpu compares them where kernels are compiled."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 
 from shared.model_config import load_model_config
 from shared.types import DEPTH_LIMIT, IntArray, RowSampling, TokenMask
+from tests.kernels import COMPILED
 from tests.worker.model_folder import VOCABULARY, write_model, write_moe_model
 from tests.worker.planner import BLOCK, GREEDY, Planner
 from worker_svc.config import WorkerConfig
@@ -21,6 +23,8 @@ from worker_svc.runner.build_kernels import RunnerParts
 from worker_svc.runner.kernel_runner import KernelRunner
 from worker_svc.runner.lanes import Lanes
 from worker_svc.runner.step_kernels import GpuAttention
+
+pytestmark = pytest.mark.skipif(COMPILED, reason="runs on a CPU in the interpreter")
 
 KINDS = {
     "greedy": GREEDY,

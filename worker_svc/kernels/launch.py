@@ -1,7 +1,8 @@
 """What all kernels share: programmatic dependent launch, and what the interpreter can't do.
 
-Programmatic dependent launch (compute capability 9.0) starts a kernel while the one before it still runs. A kernel so
-launched must wait before it reads what that one wrote or writes what it read; what older kernels wrote is there.
+Programmatic dependent launch (compute capability 9.0) starts a kernel while the one before it still runs, and as all
+release the next one at once, several may be under way. So before a kernel waits it may read only what none of the last
+few wrote, such as weights, and write nothing.
 """
 
 import os
@@ -32,6 +33,21 @@ def wait_for_previous(PDL: tl.constexpr) -> None:
     could overtake the one before."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def offset_after_previous(offset: tl.tensor, MULTIPLE: tl.constexpr, PDL: tl.constexpr) -> tl.tensor:
+    """`offset`, a multiple of MULTIPLE, but not before wait_for_previous would return.
+
+    Of a pipelined loop's loads, those at this offset wait; the others are sent ahead of it, where wait_for_previous
+    before the loop would hold all of them back. The pipeliner takes only pure operations, and nothing else keeps the
+    loads at this offset behind the wait.
+    """
+    if PDL:
+        offset = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [offset], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return offset // MULTIPLE * MULTIPLE  # tells the compiler how the loads are aligned
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019) with the residual addition before it. Reference: layers.norm.RMSNorm."""
+"""RMSNorm (Zhang and Sennrich 2019). Reference: layers.norm.normalize."""
 
 import triton
 import triton.language as tl
@@ -9,28 +9,16 @@ from worker_svc.kernels.launch import launch_options, release_next, row_stride, 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, pdl: bool = False) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight by row. `x` and `out` [T, hidden], which may be the same tensor."""
-    _launch(x, x, weight, eps, out, add=False, pdl=pdl)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, pdl: bool = False) -> None:
-    """residual += x, then out = rms_norm(residual). All [T, hidden]; `out` may be `x`."""
-    _launch(x, residual, weight, eps, out, add=True, pdl=pdl)
-
-
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, add: bool, pdl: bool) -> None:
     tokens, hidden_size = x.shape
     block = triton.next_power_of_2(hidden_size)
     _rms_norm_kernel[(tokens,)](
         x,
-        residual,
         weight,
         out,
         row_stride(x),
-        row_stride(residual),
         row_stride(out),
         eps,
         HIDDEN_SIZE=hidden_size,
-        ADD=add,
         BLOCK=block,
         num_warps=min(max(block // 256, 1), 16),
         **launch_options(pdl),
@@ -40,15 +28,12 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor
 @triton.jit
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     x_stride: tl.tensor,
-    residual_stride: tl.tensor,
     out_stride: tl.tensor,
     eps: tl.tensor,
     HIDDEN_SIZE: tl.constexpr,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -60,10 +45,6 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0).to(tl.float32)
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0)
-    if ADD:
-        residual = residual_ptr + row * residual_stride + column
-        x = (x.to(tl.float32) + tl.load(residual, mask=inside, other=0).to(tl.float32)).to(x.dtype)
-        tl.store(residual, x, mask=inside)
     y = x.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, axis=0) / HIDDEN_SIZE + eps)
     y = y.to(x.dtype).to(tl.float32) * weight  # rounded between, as the model was trained

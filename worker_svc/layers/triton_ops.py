@@ -1,5 +1,7 @@
 """layers.ops as fused Triton kernels, for bfloat16 and float32 on an NVIDIA GPU."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -8,6 +10,7 @@ from worker_svc.kernels import rope
 from worker_svc.kernels.activation import silu_and_mul
 from worker_svc.kernels.expert_gemv import gated_products_of_one, weighted_sum_of_one
 from worker_svc.kernels.experts import experts_add
+from worker_svc.kernels.fused_linear import fused_linear, is_faster
 from worker_svc.kernels.gemv import gemv
 from worker_svc.kernels.norm import rms_norm
 from worker_svc.kernels.routing import Choice, norm_route
@@ -30,20 +33,27 @@ class TritonOps:
 
     def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Ops."""
-        return self._linear(self.rms_norm(x, norm), weight, bias)
+        product = self._few_rows(x, normed=True)
+        if product is not None:
+            return product(x, weight, bias, norm_weight=norm.weight, eps=norm.eps, pdl=self._pdl)
+        return functional.linear(self.rms_norm(x, norm), weight, bias)
 
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
         """See Ops."""
-        gate_up = self.norm_linear(x, norm, weight)
-        out = gate_up.new_empty(len(x), len(weight) // 2)
-        silu_and_mul(gate_up, out=out, pdl=self._pdl)
+        product = self._few_rows(x, normed=True)
+        if product is not None:
+            return product(x, weight, norm_weight=norm.weight, eps=norm.eps, gated=True, pdl=self._pdl)
+        out = x.new_empty(len(x), len(weight) // 2)
+        silu_and_mul(functional.linear(self.rms_norm(x, norm), weight), out=out, pdl=self._pdl)
         return out
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """See Ops: the residual becomes the sum."""
-        if residual is None or len(x) == 1:
-            product = self._linear(x, weight, bias)
-            return product if residual is None else residual.add_(product)
+        product = self._few_rows(x, normed=False)
+        if product is not None:
+            return product(x, weight, bias, residual=residual, pdl=self._pdl)
+        if residual is None:
+            return functional.linear(x, weight, bias)
         residual.addmm_(x, weight.t())
         return residual if bias is None else residual.add_(bias)
 
@@ -67,11 +77,11 @@ class TritonOps:
         num_experts = len(routing.weight)
         return experts_add(y, routed, experts.gate_up, experts.down, residual, num_experts=num_experts, pdl=pdl)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A kernel for one row, cuBLAS for more."""
+    def _few_rows(self, x: Tensor, *, normed: bool) -> Callable[..., Tensor] | None:
+        """The kernel for one row or for few; None: cuBLAS is faster."""
         if len(x) == 1:
-            return gemv(x, weight, bias, pdl=self._pdl)
-        return functional.linear(x, weight, bias)
+            return gemv
+        return fused_linear if is_faster(x, normed=normed) else None
 
     def rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tables themselves: the kernel looks up what it needs."""

@@ -8,7 +8,7 @@ _FEW_ROWS = 16
 def row_buckets(most: int) -> list[int]:
     """Rows of decode steps, ascending up to `most`: 1, multiples of 8, of 16 from 128, of 64 from 256.
 
-    One row has a kernel of its own; for 2 to 7 rows cuBLAS takes as long as for 8.
+    One row has a kernel of its own; for 2 to 7 rows products take as long as for 8.
     """
     sizes = [1, *range(8, 128, 8), *range(128, 256, 16), *range(256, most, 64)]
     return [size for size in sizes if size < most] + [most]

@@ -1,0 +1,117 @@
+"""The products of few rows, with all that they may carry, equal their formulas in float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.kernels import COMPILED, DTYPES, assert_close, poisoned, randn
+from worker_svc.kernels.fused_linear import fused_linear, is_faster
+from worker_svc.kernels.gemv import gemv
+
+EPS = 1e-6
+# Where neither dimension is a multiple of a tile, and where the inputs take several tiles or fill one exactly.
+SHAPES = [(64, 40), (96, 4099), (1024, 24), (5000, 9)]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The arguments of one product."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    gated: bool
+
+    def expected(self, norm_weight: Tensor | None = None) -> Tensor:
+        """[T, out_features] in float64."""
+        x = self.x.double()
+        if norm_weight is not None:
+            x = functional.rms_norm(x, x.shape[-1:], norm_weight.double(), EPS)
+        y = functional.linear(x, self.weight.double(), None if self.bias is None else self.bias.double())
+        if self.gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = functional.silu(gate) * up
+        return y if self.residual is None else y + self.residual.double()
+
+    def options(self) -> dict[str, Any]:
+        return {"gated": self.gated, "residual": self.residual}
+
+
+def product(rows: int, shape: tuple[int, int], dtype: torch.dtype, *, bias: bool, add: bool, gated: bool) -> Product:
+    inputs, outputs = shape
+    weight = (randn(outputs * (2 if gated else 1), inputs, seed=1) * inputs**-0.5).to(dtype)
+    return Product(
+        randn(rows, inputs, dtype=dtype),
+        weight,
+        randn(outputs, dtype=dtype, seed=2) if bias else None,
+        randn(rows, outputs, dtype=dtype, seed=3) if add else None,
+        gated,
+    )
+
+
+KINDS = [
+    {"bias": False, "add": False, "gated": False},
+    {"bias": True, "add": True, "gated": False},
+    {"bias": False, "add": False, "gated": True},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_one_row(dtype: torch.dtype, shape: tuple[int, int], kind: dict[str, bool], has_norm: bool) -> None:
+    case = product(1, shape, dtype, **kind)
+    norm_weight = randn(shape[0], dtype=dtype, seed=4) if has_norm else None
+    expected = case.expected(norm_weight)
+    actual = gemv(case.x, case.weight, case.bias, norm_weight=norm_weight, eps=EPS, **case.options())
+    assert_close(actual, expected)
+    assert case.residual is None or actual is case.residual
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16] if COMPILED else DTYPES)
+@pytest.mark.parametrize(("rows", "shape"), [(2, (96, 40)), (7, (1024, 24)), (16, (64, 4099)), (32, (5000, 9))])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int], kind: dict[str, bool], has_norm: bool) -> None:
+    case = product(rows, shape, dtype, **kind)
+    norm_weight = randn(shape[0], dtype=dtype, seed=4) if has_norm else None
+    expected = case.expected(norm_weight)
+    actual = fused_linear(case.x, case.weight, case.bias, norm_weight=norm_weight, eps=EPS, **case.options())
+    assert_close(actual, expected)
+    assert case.residual is None or actual is case.residual
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    """Nor on how many there are, as far as they take the same tile."""
+    case = product(8, (1024, 40), torch.bfloat16, bias=False, add=False, gated=True)
+    options = {"norm_weight": randn(1024, dtype=torch.bfloat16, seed=4), "eps": EPS, "gated": True}
+    together = fused_linear(case.x, case.weight, **options)
+    for count in (2, 5):
+        assert torch.equal(fused_linear(case.x[:count].clone(), case.weight, **options), together[:count])
+
+
+def test_padded_rows_and_outputs_are_not_written() -> None:
+    case = product(5, (64, 24), torch.bfloat16, bias=False, add=False, gated=False)
+    wide = poisoned(8, 40, dtype=torch.bfloat16)
+    wide[:5, :24] = 0
+    fused_linear(case.x, case.weight, residual=wide[:5, :24])
+    assert_close(wide[:5, :24], case.expected())
+    assert wide[5:].isnan().all() and wide[:, 24:].isnan().all()
+
+
+def test_rows_may_be_strided() -> None:
+    wide, weight = randn(3, 256, dtype=torch.bfloat16), randn(40, 128, dtype=torch.bfloat16, seed=1)
+    assert_close(fused_linear(wide[:, :128], weight), functional.linear(wide[:, :128].double(), weight.double()))
+
+
+def test_which_rows_are_few() -> None:
+    eight, many = randn(8, 64, dtype=torch.bfloat16), randn(33, 64, dtype=torch.bfloat16)
+    assert is_faster(eight, normed=True) and is_faster(eight, normed=False)
+    assert not is_faster(many, normed=False)
+    assert not is_faster(eight.float(), normed=True), "products of float32 rows don't run on tensor cores"
