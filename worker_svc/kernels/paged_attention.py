@@ -14,7 +14,7 @@ from worker_svc.kernels.launch import check_head_dim, dot, launch_options, relea
 from worker_svc.kernels.parts import COUNT, END, FIELDS, FIRST, FIRST_PART, ROW, TABLE_ROW, UNIT, Parts
 
 _MIN_QUERY_ROWS = 16  # of a tensor core tile
-_STAGES = ((2048, 4), (512, 5), (64, 4), (0, 5))  # from so many K/V heads of all rows on: measured, see docs/kernels.md
+_STAGES = ((2048, 4), (512, 5), (64, 4), (0, 5))  # from so many K/V heads of all rows on; no rule, docs/kernels.md
 
 
 def paged_attention(
@@ -146,7 +146,7 @@ def _attention_kernel(
         tl.store(partial_ptr + part_head[:, None] * HEAD_DIM + dim[None, :], output, mask=is_head)
         tl.store(exponents_ptr + part_head, peak + tl.log2(total), mask=member < GROUP)
         arrived_at = arrived_ptr + first_part * NUM_KV_HEADS + kv_head
-        tl.debug_barrier()  # all of the program's stores come before its arrival
+        tl.debug_barrier()  # so that the arrival of one thread publishes the stores of all
         if tl.atomic_add(arrived_at, 1, sem="acq_rel") == count - 1:
             tl.store(arrived_at, 0)  # for the next layer
             group = tl.arange(0, GROUP_TILE)
@@ -179,8 +179,8 @@ def _combined(
     HEAD_DIM: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """[group, HEAD_DIM]: the parts' outputs, weighted by their sums of exponentials; by the program that came last.
-    Other programs wrote them, so they are read past the first level cache."""
+    """[GROUP_TILE, HEAD_DIM]: the outputs of a row's parts, weighted by their sums of exponentials. Other programs
+    wrote them, so they are read past the first level cache."""
     dim = tl.arange(0, HEAD_DIM)
     peak = tl.full([group.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([group.shape[0]], tl.float32)
