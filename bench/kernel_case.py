@@ -15,7 +15,7 @@ class Case:
     model: str
     batch: int
     context: int
-    """Tokens that a row attends to; 0 where that does not matter."""
+    """Tokens that a row attends to, the mean where they differ; 0 where that does not matter."""
     bytes: int
     """That one call must read and write."""
     make: Callable[[], Call]

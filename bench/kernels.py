@@ -20,12 +20,14 @@ from torch import Tensor
 
 from bench.expert_cases import expert_cases
 from bench.kernel_case import Call, Case
+from bench.work import mixed_contexts
 from worker_svc.kernels.activation import silu_and_mul
 from worker_svc.kernels.candidates import SlotSampling
 from worker_svc.kernels.choose import choose_tokens
 from worker_svc.kernels.gumbel import gumbel_candidates
 from worker_svc.kernels.norm import rms_norm
-from worker_svc.kernels.paged_attention import num_splits, paged_attention
+from worker_svc.kernels.paged_attention import paged_attention
+from worker_svc.kernels.parts import cut_rows
 from worker_svc.kernels.prepare import SlotState, TokenInputs, append_tokens, prepare_decode
 from worker_svc.kernels.rope import QKNorm, rotate_and_store
 from worker_svc.kernels.top_k import top_candidates
@@ -34,7 +36,7 @@ from worker_svc.layers.triton_ops import TritonOps
 
 NOT_MEASURED = (
     "Not measured: the LM head, collectives, launches from Python, how kernels overlap with those "
-    "around them in a real step, ragged batches, prefill. Bytes are the fewest that must move; activations of a decode "
+    "around them in a real step, prefill. Bytes are the fewest that must move; activations of a decode "
     "step fit the L2 cache, as they do in service, so that their rate may exceed the ceiling of copies. A time "
     "includes the gap to the next kernel of the graph; with PDL a kernel overlaps with its own successor."
 )
@@ -153,7 +155,8 @@ def cases_of(batch: int, contexts: list[int]) -> Iterator[Case]:
         yield _activation(shape, batch)
         yield from _products(shape, batch)
         for context in contexts:
-            yield _attention(shape, batch, context)
+            yield _attention(shape, "decode attention", batch * [context])
+        yield _attention(shape, "decode attention, mixed lengths", mixed_contexts(batch))
     yield from expert_cases(batch)
     for kind in ("greedy", "sample", "sample top-k"):
         yield _sampling(kind, batch)
@@ -222,22 +225,19 @@ def _activation(shape: Shape, batch: int) -> Case:
     return Case("silu * up", shape.name, batch, 0, 6 * batch * shape.intermediate_size, make)
 
 
-def _attention(shape: Shape, batch: int, context: int) -> Case:
-    blocks = -(-context // BLOCK_SIZE)
+def _attention(shape: Shape, name: str, contexts: list[int]) -> Case:
+    batch, blocks = len(contexts), -(-max(contexts) // BLOCK_SIZE)
 
     def make() -> Call:
         query = _randn(batch, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
         caches = _randn(2, batch * blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         tables = _ints(torch.randperm(batch * blocks).view(batch, blocks))
-        rows, lengths = _ints(torch.arange(batch)), _ints(torch.full((batch,), context))
+        parts = cut_rows(_ints(torch.arange(batch)), _ints(torch.tensor(contexts)), shape.num_kv_heads)
         out = query.new_empty(batch, shape.num_heads * shape.head_dim)
-        splits = num_splits(batch, shape.num_kv_heads)
-        return lambda pdl: paged_attention(
-            query, caches[0], caches[1], tables, rows, lengths, out=out, splits=splits, pdl=pdl
-        )
+        return lambda pdl: paged_attention(query, caches[0], caches[1], tables, parts, out=out, pdl=pdl)
 
-    tokens = 2 * shape.num_kv_heads * context + 2 * shape.num_heads  # heads of one row that are read and written
-    return Case("decode attention", shape.name, batch, context, 2 * batch * tokens * shape.head_dim, make)
+    read_and_written = 2 * shape.num_kv_heads * sum(contexts) + 2 * batch * shape.num_heads  # heads
+    return Case(name, shape.name, batch, sum(contexts) // batch, 2 * read_and_written * shape.head_dim, make)
 
 
 def _sampling(kind: str, batch: int) -> Case:
@@ -270,11 +270,12 @@ def _prepare(batch: int) -> Case:
 
         def call(pdl: bool) -> None:
             prepare_decode(slots, state, BLOCK_SIZE, out=out, seq_lens=seq_lens, pdl=pdl)
+            cut_rows(slots, state.lengths, SHAPES[0].num_kv_heads, pdl=pdl)
             append_tokens(slots, out.token_ids, state, pdl=pdl)
 
         return call
 
-    return Case("prepare, append", "both", batch, 0, 48 * batch, make)
+    return Case("prepare, cut, append", "both", batch, 0, 48 * batch, make)
 
 
 def _slot_sampling(slots: int, temperature: float, top_k: int, top_p: float) -> SlotSampling:

@@ -66,6 +66,13 @@ def mixed_lengths() -> list[Item]:
     return [Item(prompt, rng.randint(100, 1024)) for prompt in prompts]
 
 
+def mixed_contexts(left: int) -> list[int]:
+    """Tokens of the mixed work's sequences when at most `left` still run, had all begun at once."""
+    items = sorted(mixed_lengths(), key=lambda item: -item.output_length)
+    done = items[left].output_length if left < len(items) else 0
+    return [len(item.prompt) + done for item in mixed_lengths() if item.output_length > done]
+
+
 def equal_lengths(count: int, prompt_length: int, output_length: int, seed: int = 1) -> list[Item]:
     """`count` requests of random tokens."""
     rng = random.Random(seed)

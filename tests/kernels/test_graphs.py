@@ -11,6 +11,7 @@ from worker_svc.kernels.fused_linear import fused_linear
 from worker_svc.kernels.gumbel import gumbel_candidates
 from worker_svc.kernels.norm import rms_norm
 from worker_svc.kernels.paged_attention import paged_attention
+from worker_svc.kernels.parts import cut_rows
 from worker_svc.kernels.top_k import top_candidates
 
 ROWS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 8, 1024, 8, 2, 64
@@ -48,12 +49,12 @@ class Chain:
         self.tokens, self.failed = (poisoned(ROWS, dtype=torch.int32) for _ in range(2))
 
     def run(self, pdl: bool) -> None:
+        parts = cut_rows(self.rows, self.lengths, KV_HEADS, pdl=pdl)
         self.residual_out.copy_(self.residual)
         rms_norm(self.x, self.weight, 1e-6, out=self.normed, pdl=pdl)
         norm = {"norm_weight": self.weight, "eps": 1e-6}
         self.hidden = fused_linear(self.normed, self.gate_up, gated=True, **norm, pdl=pdl)
-        attention = (self.hidden, *self.caches, self.tables, self.rows, self.lengths)
-        paged_attention(*attention, out=self.attended, splits=4, pdl=pdl)
+        paged_attention(self.hidden, *self.caches, self.tables, parts, out=self.attended, pdl=pdl)
         fused_linear(self.attended, self.back, residual=self.residual_out, pdl=pdl)
         rms_norm(self.attended, self.weight[: HEADS * HEAD_DIM], 1e-6, out=self.logits, pdl=pdl)
         best = gumbel_candidates(self.logits, self.rows, self.sampling, pdl=pdl)

@@ -95,15 +95,16 @@ def _gumbel_kernel(
     start = tl.program_id(1) * chunk
     lane = tl.arange(0, TILE)
     best = tl.full([TILE], -float("inf"), tl.float32)
-    best_column = tl.zeros([TILE], tl.int32)
+    best_token = tl.zeros([TILE], tl.int32)
     for offset in range(start, tl.minimum(start + chunk, num_columns), TILE):
         column = offset + lane
+        token = (first_token + offset) + lane
         ids_ptr = suppressed_ids_ptr + slot * NUM_SUPPRESSED
         value = load_logits(row_ptr, column, num_columns, first_token, suppressing, ids_ptr, NUM_SUPPRESSED)
         if not greedy:
-            value = value * scale + gumbel(noise_bits(first_key, second_key, column + first_token))
+            value = value * scale + gumbel(noise_bits(first_key, second_key, token))
         better = value > best
         best = tl.where(better, value, best)
-        best_column = tl.where(better, column, best_column)
-    candidate = tl.max(pack(best, best_column + first_token), axis=0)
+        best_token = tl.where(better, token, best_token)
+    candidate = tl.max(pack(best, best_token), axis=0)
     tl.store(candidates_ptr + tl.program_id(1) * tl.num_programs(0) + row, candidate)

@@ -6,6 +6,7 @@ import triton.language as tl
 from worker_svc.kernels.launch import fast_log2
 
 _LN2 = tl.constexpr(0.6931471805599453)
+_TO_ONE = tl.constexpr(2.3283064365386963e-10)  # 2^-32
 
 
 @triton.jit
@@ -27,7 +28,10 @@ def row_keys(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
 @triton.jit
 def noise_bits(first: tl.tensor, second: tl.tensor, index: tl.tensor) -> tl.tensor:
     """32 random bits for each vocabulary index."""
-    return _mix(_mix(index.to(tl.uint32) ^ first) + second)
+    x = (index.to(tl.uint32) ^ first) * 0xED5AD4BB
+    x = ((x ^ (x >> 11)) + second) * 0xAC4C1B51
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    return x ^ (x >> 14)
 
 
 @triton.jit
@@ -37,10 +41,7 @@ def gumbel(bits: tl.tensor) -> tl.tensor:
     E = -log(1 - u), u = (bits + 0.5) / 2^32. In float32 1 - u would round small u away, and they are the ones that
     win: up to 0.02 a series stands for the logarithm, with a relative error of 2e-6.
     """
-    upper = bits.to(tl.int32, bitcast=True) < 0  # u >= 1/2
-    w = (
-        tl.where(upper, bits ^ 0xFFFFFFFF, bits).to(tl.int32, bitcast=True).to(tl.float32) + 0.5
-    ) * 2.3283064365386963e-10
-    series = w * (1 + w * (0.5 + w * (0.3333333333 + w * 0.25)))
-    logarithm = -_LN2 * fast_log2(tl.where(upper, w, 1 - w))
-    return -fast_log2(tl.where(upper | (w > 0.02), logarithm, series))
+    u = bits.to(tl.float32) * _TO_ONE + _TO_ONE / 2
+    rest = (bits ^ 0xFFFFFFFF).to(tl.float32) * _TO_ONE + _TO_ONE / 2  # 1 - u, whose small values keep all bits
+    series = u * (1 + u * (0.5 + u * 0.3333333333))
+    return -fast_log2(tl.where(u > 0.02, -_LN2 * fast_log2(rest), series))

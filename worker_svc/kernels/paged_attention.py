@@ -1,5 +1,6 @@
-"""Decode attention over paged K/V: one query token per row, the context split over programs (flash-decoding, Dao et al.
-2023). The query heads of one K/V head fill a tile of 16 rows, so that the products run on tensor cores.
+"""Decode attention over paged K/V: one query token per row, long contexts cut into parts for several programs
+(flash-decoding, Dao et al. 2023). The query heads of one K/V head fill a tile of 16 rows, so that the products run on
+tensor cores.
 """
 
 import math
@@ -10,20 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.kernels.launch import check_head_dim, dot, launch_options, release_next, row_stride, wait_for_previous
+from worker_svc.kernels.parts import COUNT, END, FIELDS, FIRST, FIRST_PART, ROW, TABLE_ROW, UNIT, Parts
 
 _MIN_QUERY_ROWS = 16  # of a tensor core tile
-_TILE = 32  # tokens of K/V at a time; fewer where blocks need it
-_MANY_HEADS = 2048  # K/V heads of all rows that fill the GPU several times over
-_SPLITS = ((1024, 1), (64, 4), (0, 16))  # from so many K/V heads of all rows on, so many splits
-
-
-def num_splits(num_rows: int, num_kv_heads: int) -> int:
-    """How many programs share one row's context. Rows too short for so many use fewer.
-
-    More than it takes to fill the GPU: rows differ in length, and a long one must not run on when the others are done.
-    One row of 32,000 tokens among 63 of 400 takes 912 us on an H200 with one split and 145 us with eight.
-    """
-    return next(splits for heads, splits in _SPLITS if num_rows * num_kv_heads >= heads)
+_STAGES = ((2048, 4), (512, 5), (64, 4), (0, 5))  # from so many K/V heads of all rows on; no rule, docs/kernels.md
 
 
 def paged_attention(
@@ -31,78 +22,54 @@ def paged_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    table_rows: Tensor,
-    seq_lens: Tensor,
+    parts: Parts,
     *,
     out: Tensor,
-    splits: int,
     pdl: bool = False,
 ) -> None:
     """Attention of R rows, scaled by 1 / sqrt(head_dim).
 
     query         [R, num_heads x head_dim or more]: the query heads come first; rows may be strided
     key_cache     [num_blocks, block_size, num_kv_heads, head_dim], contiguous; value_cache likewise
-    block_tables  [any, blocks] int32; row r uses block_tables[table_rows[r]]; block_size is a multiple of 16
-    seq_lens      [R] int32: tokens that a row attends to, its own included; a row of 0 gives zeros
+    block_tables  [any, blocks] int32; block_size is a multiple of 16
+    parts         of the R rows, see parts.cut_rows; a row without a token gives zeros
     out           [R, num_heads x head_dim]
 
-    `splits` is a power of two, see num_splits. The tables and seq_lens must be older than the kernel before. Raises
-    StartupError for a head_dim that the kernels don't have.
+    The tables and parts must be older than the kernel before. Raises StartupError for a head_dim that the kernel
+    doesn't have.
     """
-    rows = seq_lens.shape[0]
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     check_head_dim(head_dim)
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()
-    num_heads = out.shape[1] // head_dim
-    tile = min(_TILE, block_size & -block_size)
-    # Where rows fill the GPU, more programs at a time hide the memory's latency; else more loads of each do.
-    warps, stages = (1, 4) if rows * num_kv_heads >= _MANY_HEADS else (2, 5)
-    query_rows = max(_MIN_QUERY_ROWS, triton.next_power_of_2(num_heads // num_kv_heads))
-    partial, weights = out, out
-    if splits > 1:
-        partial = torch.empty(rows, num_heads, splits, head_dim, dtype=torch.float32, device=out.device)
-        weights = torch.empty(rows, num_heads, splits, dtype=torch.float32, device=out.device)
-    _attention_kernel[(rows, num_kv_heads, splits)](
+    num_heads, num_parts = out.shape[1] // head_dim, len(parts.table)
+    group = num_heads // num_kv_heads
+    query_rows = max(_MIN_QUERY_ROWS, triton.next_power_of_2(group))
+    partial = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=out.device)
+    exponents = torch.empty(num_parts, num_heads, dtype=torch.float32, device=out.device)
+    _attention_kernel[(num_kv_heads, num_parts)](
         query,
         key_cache,
         value_cache,
         block_tables,
-        table_rows,
-        seq_lens,
+        parts.table,
+        parts.arrived,
         out,
         partial,
-        weights,
+        exponents,
         row_stride(query),
         row_stride(block_tables),
         math.log2(math.e) / math.sqrt(head_dim),
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
+        GROUP=group,
+        GROUP_TILE=triton.next_power_of_2(group),
         QUERY_ROWS=query_rows,
         HEAD_DIM=head_dim,
-        TILE=tile,
-        SPLITS=splits,
-        STAGES=stages,
-        num_warps=warps * query_rows // _MIN_QUERY_ROWS,
+        TILE=min(UNIT, block_size & -block_size),
+        STAGES=next(stages for heads, stages in _STAGES if parts.num_rows * num_kv_heads >= heads),
+        num_warps=query_rows // _MIN_QUERY_ROWS,
         **launch_options(pdl),
     )
-    if splits > 1:
-        _combine_kernel[(rows, num_heads)](
-            partial,
-            weights,
-            seq_lens,
-            out,
-            HEAD_DIM=head_dim,
-            TILE=tile,
-            SPLITS=splits,
-            num_warps=2,
-            **launch_options(pdl),
-        )
-
-
-@triton.jit
-def _tiles_per_split(seq_len: tl.tensor, TILE: tl.constexpr, SPLITS: tl.constexpr) -> tl.tensor:
-    return tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS)
 
 
 @triton.jit
@@ -111,43 +78,43 @@ def _attention_kernel(
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
     block_tables_ptr: tl.tensor,
-    table_rows_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
+    exponents_ptr: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row, K/V head and split: online softmax (Milakov and Gimelshein 2018) in powers of two."""
+    """One program per K/V head and part: online softmax (Milakov and Gimelshein 2018) in powers of two. Programs start
+    in the order of their parts, with the heads of a part beside each other."""
     release_next(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
     dim = tl.arange(0, HEAD_DIM)
     tile_token = tl.arange(0, TILE)
     member = tl.arange(0, QUERY_ROWS)
     is_head = (member < GROUP)[:, None]
     TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    seq_len = tl.load(seq_lens_ptr + row)
-    table_ptr = block_tables_ptr + tl.load(table_rows_ptr + row).to(tl.int64) * table_stride
-    per_split = _tiles_per_split(seq_len, TILE, SPLITS)
-    first_tile = split * per_split
-    end_tile = tl.minimum(first_tile + per_split, tl.cdiv(seq_len, TILE))
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    part_ptr = parts_ptr + part * FIELDS
+    row = tl.load(part_ptr + ROW).to(tl.int64)
+    table_ptr = block_tables_ptr + tl.load(part_ptr + TABLE_ROW).to(tl.int64) * table_stride
+    first, end = tl.load(part_ptr + FIRST), tl.load(part_ptr + END)
+    first_part, count = tl.load(part_ptr + FIRST_PART), tl.load(part_ptr + COUNT)
     wait_for_previous(PDL)
-    if SPLITS > 1:  # with one split a row of length 0 must still write its zeros
-        if first_tile >= end_tile:
-            return
+    if row < 0:
+        return
     head = kv_head * GROUP + member
     query = tl.load(
         query_ptr + row * query_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=is_head, other=0
@@ -155,11 +122,10 @@ def _attention_kernel(
     peak = tl.full([QUERY_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
     output = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
-    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-        token = tile * TILE
+    for token in tl.range(first, end, TILE, num_stages=STAGES):
         block = tl.load(table_ptr + token // BLOCK_SIZE).to(tl.int64)
         start = (block * BLOCK_SIZE + token % BLOCK_SIZE) * TOKEN_STRIDE + kv_head * HEAD_DIM
-        inside = token + tile_token < seq_len
+        inside = token + tile_token < end
         key = tl.load(key_ptr + start + tile_token[None, :] * TOKEN_STRIDE + dim[:, None])  # [HEAD_DIM, TILE]
         scores = tl.where(inside[None, :], dot(query, key) * scale, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
@@ -172,40 +138,64 @@ def _attention_kernel(
         output = output * correction[:, None] + dot(p.to(value.dtype), value)
         peak = new_peak
     output = output / tl.where(total > 0, total, 1)[:, None]
-    head_row = row * (NUM_KV_HEADS * GROUP) + head
-    if SPLITS == 1:
-        out_at = out_ptr + head_row[:, None] * HEAD_DIM + dim[None, :]
+    if count == 1:
+        out_at = out_ptr + row * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out_at, output.to(out_ptr.dtype.element_ty), mask=is_head)
     else:
-        part = head_row * SPLITS + split
-        tl.store(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], output, mask=is_head)
-        tl.store(weights_ptr + part, peak + tl.log2(total), mask=member < GROUP)
+        part_head = part * NUM_HEADS + head
+        tl.store(partial_ptr + part_head[:, None] * HEAD_DIM + dim[None, :], output, mask=is_head)
+        tl.store(exponents_ptr + part_head, peak + tl.log2(total), mask=member < GROUP)
+        arrived_at = arrived_ptr + first_part * NUM_KV_HEADS + kv_head
+        tl.debug_barrier()  # so that the arrival of one thread publishes the stores of all
+        if tl.atomic_add(arrived_at, 1, sem="acq_rel") == count - 1:
+            tl.store(arrived_at, 0)  # for the next layer
+            group = tl.arange(0, GROUP_TILE)
+            first_head = first_part * NUM_HEADS + kv_head * GROUP
+            combined = _combined(
+                partial_ptr,
+                exponents_ptr,
+                first_head,
+                count,
+                group,
+                NUM_HEADS,
+                GROUP,
+                HEAD_DIM,
+                QUERY_ROWS // GROUP_TILE,
+            )
+            out_head = row * NUM_HEADS + kv_head * GROUP + group
+            out_at = out_ptr + out_head[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out_at, combined.to(out_ptr.dtype.element_ty), mask=(group < GROUP)[:, None])
 
 
 @triton.jit
-def _combine_kernel(
+def _combined(
     partial_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    exponents_ptr: tl.tensor,
+    first_head: tl.tensor,
+    count: tl.tensor,
+    group: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """One program per row and query head: the splits' outputs, weighted by their sums of exponentials."""
-    release_next(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head_row = row * tl.num_programs(1) + tl.program_id(1)
-    seq_len = tl.load(seq_lens_ptr + row)
-    per_split = tl.maximum(_tiles_per_split(seq_len, TILE, SPLITS), 1)
-    split = tl.arange(0, SPLITS)
+    AT_ONCE: tl.constexpr,
+) -> tl.tensor:
+    """[GROUP_TILE, HEAD_DIM]: the outputs of a row's parts, weighted by their sums of exponentials. Other programs
+    wrote them, so they are read past the first level cache."""
     dim = tl.arange(0, HEAD_DIM)
-    used = split * per_split < tl.cdiv(seq_len, TILE)
-    wait_for_previous(PDL)
-    part = head_row * SPLITS + split
-    exponent = tl.load(weights_ptr + part, mask=used, other=-float("inf"))
-    partial = tl.load(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=used[:, None], other=0)
-    weight = tl.where(used, tl.exp2(exponent - tl.max(exponent, axis=0)), 0)
-    output = tl.sum(weight[:, None] * partial, axis=0) / tl.where(seq_len > 0, tl.sum(weight, axis=0), 1)
-    tl.store(out_ptr + head_row * HEAD_DIM + dim, output.to(out_ptr.dtype.element_ty))
+    peak = tl.full([group.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([group.shape[0]], tl.float32)
+    output = tl.zeros([group.shape[0], HEAD_DIM], tl.float32)
+    for start in range(0, count, AT_ONCE):
+        i = start + tl.arange(0, AT_ONCE)
+        exists = (i < count)[:, None] & (group < GROUP)[None, :]
+        at = first_head + i[:, None] * NUM_HEADS + group[None, :]  # [AT_ONCE, group]
+        exponent = tl.load(exponents_ptr + at, mask=exists, other=-float("inf"), cache_modifier=".cg")
+        partial_at = partial_ptr + at[:, :, None] * HEAD_DIM + dim[None, None, :]
+        partial = tl.load(partial_at, mask=exists[:, :, None], other=0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(exponent, axis=0))
+        weight = tl.exp2(exponent - new_peak[None, :])
+        correction = tl.exp2(peak - new_peak)
+        total = total * correction + tl.sum(weight, axis=0)
+        output = output * correction[:, None] + tl.sum(weight[:, :, None] * partial, axis=0)
+        peak = new_peak
+    return output / total[:, None]

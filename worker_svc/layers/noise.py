@@ -1,9 +1,10 @@
 """Counter-based sampling noise, keyed by (64-bit seed, absolute position of the sampled token, vocabulary index).
 
 Written in 32-bit multiplications, additions, exclusive ors and shifts, so that it is the same bits on every device;
-numpy's uint32 is the definition, torch does the same on int32. The mixer is a xorshift-multiply hash whose constants
-were found with Chris Wellons' hash-prospector (bias 0.107). Two rounds per element: one round would make the noise of
-two rows whose keys are near each other a permutation of the same values.
+numpy's uint32 is the definition, torch does the same on int32. The constants of both hashes were found with Chris
+Wellons' hash-prospector: keys are mixed by its best one of two multiplications (bias 0.107), elements by its triple32
+without the first shift, which a random key makes needless. The second key joins half way: with the first alone the
+noise of rows whose keys are near each other would be a permutation of the same values.
 """
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 UInts = NDArray[np.uint32]
 
 _FIRST, _SECOND = 0x21F0AAAD, 0xD35A2D97
+_ELEMENT = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
 _LOW, _HIGH = 0x9E3779B9, 0x85EBCA6B  # keep an all-zero key from mixing to zero
 
 
@@ -35,21 +37,26 @@ def row_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> tuple[U
 def noise_bits(keys: tuple[UInts, UInts], indices: UInts) -> UInts:
     """[N, V]: 32 random bits for every row and vocabulary index."""
     first, second = keys
-    return mix(mix(indices ^ first[:, None]) + second[:, None])
+    one, two, three = (np.uint32(factor) for factor in _ELEMENT)
+    x = (indices ^ first[:, None]) * one
+    x = ((x ^ (x >> np.uint32(11))) + second[:, None]) * two
+    x = (x ^ (x >> np.uint32(15))) * three
+    return x ^ (x >> np.uint32(14))
 
 
 def torch_noise_bits(keys: tuple[UInts, UInts], start: int, count: int, device: torch.device | None = None) -> Tensor:
     """noise_bits of the indices start to start + count, the bits as int32."""
     first, second = (torch.from_numpy(key.view(np.int32))[:, None].to(device) for key in keys)
-    indices = torch.arange(start, start + count, dtype=torch.int32, device=device)
-    return _torch_mix(_torch_mix(indices ^ first) + second)
+    one, two, three = (_signed(factor) for factor in _ELEMENT)  # int32 products and sums wrap
+    x = (torch.arange(start, start + count, dtype=torch.int32, device=device) ^ first).mul_(one)
+    x.bitwise_xor_(_shifted(x, 11)).add_(second).mul_(two)
+    x.bitwise_xor_(_shifted(x, 15)).mul_(three)
+    return x.bitwise_xor_(_shifted(x, 14))
 
 
-def _torch_mix(x: Tensor) -> Tensor:
-    """In place. int32 products and sums wrap; shifts must be made logical."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(_FIRST))
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_SECOND))
-    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """x >> by without the sign."""
+    return (x >> by).bitwise_and_((1 << 32 - by) - 1)
 
 
 def _signed(x: int) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker_svc.kernels.paged_attention import num_splits, paged_attention
+from worker_svc.kernels.paged_attention import paged_attention
+from worker_svc.kernels.parts import Parts
 from worker_svc.layers.kv_cache import LayerCache
 
 _MANY_ROWS = 64  # from here on a dependent launch takes more from the kernel before than it gains
@@ -20,25 +21,20 @@ class DecodeAttention:
 
     block_tables: Tensor
     """[S, blocks] int32"""
-    table_rows: Tensor
-    """[R] int32: the table of each row."""
-    seq_lens: Tensor
-    """[R] int32; a row of 0 is padding."""
+    parts: Parts
+    """Of the rows; a row of no token is padding."""
     pdl: bool
 
     def __call__(self, query: Tensor, cache: LayerCache) -> Tensor:
         """See StepAttention."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        splits = num_splits(len(query), cache.key.shape[2])
         paged_attention(
             query.flatten(1),
             cache.key,
             cache.value,
             self.block_tables,
-            self.table_rows,
-            self.seq_lens,
+            self.parts,
             out=out.flatten(1),
-            splits=splits,
             pdl=self.pdl and len(query) < _MANY_ROWS,
         )
         return out

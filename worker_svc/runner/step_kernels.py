@@ -11,6 +11,7 @@ from torch import Tensor
 
 from worker_svc.kernels.choose import choose_tokens
 from worker_svc.kernels.gumbel import gumbel_candidates
+from worker_svc.kernels.parts import cut_rows
 from worker_svc.kernels.prepare import TokenInputs, append_tokens, prepare_decode
 from worker_svc.kernels.prepare_mixed import RowInputs, prepare_mixed
 from worker_svc.kernels.top_k import top_candidates
@@ -76,10 +77,13 @@ class StepKernels:
         """Logits of rows of one token each, the last sampled one of their slots."""
         state = self._state
         slots, tokens, seq_lens = state.row_slots[:rows], self._first_tokens(rows), self._seq_lens[:rows]
-        prepare_decode(slots, state.slots, self._block_size, out=tokens, seq_lens=seq_lens)
+        pdl = self._attention.pdl
+        prepare_decode(slots, state.slots, self._block_size, out=tokens, seq_lens=seq_lens, pdl=pdl)
         attention: StepAttention
         if self._attention.own_decode:
-            attention = DecodeAttention(state.slots.block_tables, slots, seq_lens, self._attention.pdl)
+            kv_heads = self._cache.layers[0].key.shape[2]
+            parts = cut_rows(slots, state.slots.lengths, kv_heads, pdl=pdl)
+            attention = DecodeAttention(state.slots.block_tables, parts, pdl)
         else:
             assert self._attention.flash is not None
             tables = state.slots.block_tables.index_select(0, slots.clamp(min=0))
