@@ -17,7 +17,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.work import MODEL_HELP, TEMPERATURE, Item, bench_model, equal_lengths, mixed_lengths
+from bench.work import (
+    MIXED,
+    MODEL_HELP,
+    RATE,
+    SEQUENCES,
+    TEMPERATURE,
+    Item,
+    bench_model,
+    context_of,
+    decode_name,
+    equal_lengths,
+    mixed_lengths,
+    prefill_length,
+    prefill_name,
+)
 from scheduler_svc.core import CoreConfig, Request, Scheduler
 from shared.model_config import load_model_config
 from shared.types import StepResult
@@ -30,7 +44,6 @@ from worker_svc.runner.group import GroupRunner
 
 NOT_MEASURED = "Not measured: gRPC, frontends, tokenizing. Random weights in the shape that is named."
 DEPTH = 3
-CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +154,7 @@ class Engine:
 def main(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-0.6b",
     batches: Annotated[str, typer.Option(help="batch sizes of the decode points")] = "1,8,64,256",
-    max_num_batched_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="as of tandem worker")] = None,
     requests: Annotated[int, typer.Option(help="requests of the mixed work, at most 256")] = 256,
     attention: Annotated[str, typer.Option(help="as of tandem worker")] = "auto",
     enforce_eager: Annotated[bool, typer.Option(help="as of tandem worker")] = False,
@@ -154,14 +167,14 @@ def main(
             load_format=load_format,
             attention=attention,
             enforce_eager=enforce_eager,
-            max_num_seqs=256,
+            max_num_seqs=SEQUENCES,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=min(CONTEXT, load_model_config(folder).max_position),
+            max_model_len=context_of(folder),
         )
         started = time.perf_counter()
         engine = Engine(config)
         points = [Point("time to ready", round(time.perf_counter() - started, 1), "s")]
-    points += measure(engine, [int(batch) for batch in batches.split(",")], requests)
+    points += measure(engine, [int(batch) for batch in batches.split(",") if batch], requests)
     _print(model, engine.attention, points)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(point) for point in points], indent=2) + "\n", encoding="utf-8")
@@ -173,14 +186,14 @@ def measure(engine: Engine, batches: list[int], requests: int) -> list[Point]:
     points = []
     for batch in batches:
         run = engine.run(equal_lengths(batch, 128, 256))
-        points.append(Point(f"time per output token, batch {batch}", _ms((run.end - run.first_tokens) / 255), "ms"))
-    length = min(2048, engine.context - 1)
+        points.append(Point(decode_name(batch), _ms((run.end - run.first_tokens) / 255), "ms a token"))
+    length = prefill_length(engine.context)
     run = engine.run(equal_lengths(32, length, 1))
-    points.append(Point(f"prefill, 32 x {length}", round(32 * length / run.end), "tokens/s"))
+    points.append(Point(prefill_name(length), round(32 * length / run.end), RATE))
     items = mixed_lengths()[:requests]
     run = engine.run(items)
     tokens = sum(item.output_length for item in items)
-    points.append(Point("mixed work, output", round(tokens / run.end), "tokens/s"))
+    points.append(Point(MIXED, round(tokens / run.end), RATE))
     points.append(Point("mixed work, steps", run.steps, ""))
     points.append(Point("mixed work, time", round(run.end, 3), "s"))
     return points

@@ -1,15 +1,13 @@
 """A model through the services: `python -m bench.serving [--model NAME] [--json FILE]`.
 
-`tandem worker` and `tandem scheduler` as an operator starts them, and client processes that stream over gRPC.
+`tandem worker` and `tandem scheduler` as an operator starts them, and client processes that stream over gRPC. For what
+that costs against one process: bench.compare.
 """
 
-import asyncio
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,15 +19,23 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.plots import draw
-from bench.work import MODEL_HELP, Item, bench_model, equal_lengths, mixed_lengths, poisson_arrivals
-from shared.model_config import load_model_config
-from shared.ports import find_free
-from shared.process import spawn, stop
-from shared.rpc import until_serving
+from bench.services import client, services
+from bench.work import (
+    MIXED,
+    MODEL_HELP,
+    Item,
+    bench_model,
+    context_of,
+    decode_name,
+    equal_lengths,
+    mixed_lengths,
+    poisson_arrivals,
+    prefill_length,
+    prefill_name,
+)
 
 NOT_MEASURED = "Not measured: a network, tokenizing. Clients, frontends, core and worker share this machine's cores."
-CONTEXT = 4096
-_LEAD_S = 4.0  # until all clients have started and connected
+_LEAD_S = 3.0  # until all clients have started and connected
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ def main(
     frontends: Annotated[int, typer.Option(help="frontend processes")] = 4,
     clients: Annotated[int, typer.Option(help="client processes")] = 4,
     tensor_parallel: Annotated[int, typer.Option(help="as of tandem worker")] = 1,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 4096,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="as of tandem worker")] = None,
     requests: Annotated[int, typer.Option(help="requests of the mixed work, at most 256")] = 256,
     rates: Annotated[str, typer.Option(help="requests a second of points with Poisson arrivals; empty: none")] = "",
     ttft_goal: Annotated[float, typer.Option(help="goodput: most milliseconds to the first token")] = 500.0,
@@ -69,10 +75,10 @@ def main(
     goals = Goals(ttft_goal, tpot_goal)
     with (
         bench_model(model) as (folder, load_format),
-        _services(folder, load_format, frontends, max_num_batched_tokens, tensor_parallel) as endpoint,
+        services(folder, load_format, frontends, max_num_batched_tokens, tensor_parallel) as endpoint,
     ):
         measure(endpoint, "warm-up", equal_lengths(16, 128, 16), clients, goals)
-        for what, items in _offers(batches, rates, requests):
+        for what, items in _offers(batches, rates, requests, prefill_length(context_of(folder))):
             points.append(measure(endpoint, what, items, clients, goals))
     _print(model, points)
     if plot is not None:
@@ -89,37 +95,14 @@ class Goals:
     tpot_ms: float
 
 
-def _offers(batches: str, rates: str, requests: int) -> Iterator[tuple[str, list[Item]]]:
+def _offers(batches: str, rates: str, requests: int, prompt_length: int) -> Iterator[tuple[str, list[Item]]]:
     for batch in (int(size) for size in batches.split(",") if size):
-        yield f"decode, batch {batch}", equal_lengths(batch, 128, 256, batch)
-    yield "prefill, 32 x 2048", equal_lengths(32, 2048, 1, seed=3)
+        yield decode_name(batch), equal_lengths(batch, 128, 256, batch)
+    yield prefill_name(prompt_length), equal_lengths(32, prompt_length, 1, seed=3)
     mixed = mixed_lengths()[:requests]
-    yield "mixed work", mixed
+    yield MIXED, mixed
     for rate in (float(rate) for rate in rates.split(",") if rate):
         yield f"mixed, {rate:g}/s", poisson_arrivals(mixed, rate)
-
-
-@contextmanager
-def _services(
-    folder: Path, load_format: str, frontends: int, max_num_batched_tokens: int, tensor_parallel: int
-) -> Iterator[str]:
-    """The endpoint of running services; stopped at the end."""
-    endpoint, worker_port = f"127.0.0.1:{(port := find_free('127.0.0.1'))}", find_free("127.0.0.1")
-    model = ["--model", str(folder)]
-    sizes = ["--max-num-seqs", "256", "--max-num-batched-tokens", str(max_num_batched_tokens)]
-    sizes += ["--tensor-parallel", str(tensor_parallel)]
-    context = min(CONTEXT, load_model_config(folder).max_position)
-    lengths = ["--max-model-len", str(context), "--load-format", load_format]
-    workers = ["--workers", f"127.0.0.1:{worker_port}", "--frontends", str(frontends)]
-    started = [
-        spawn("tandem", ["worker", *model, "--port", str(worker_port), *lengths, *sizes]),
-        spawn("tandem", ["scheduler", *model, "--port", str(port), *workers]),
-    ]
-    try:
-        asyncio.run(asyncio.wait_for(until_serving(endpoint, "tandem.Active"), 180))
-        yield endpoint
-    finally:
-        asyncio.run(stop(started, 10.0))
 
 
 def measure(endpoint: str, what: str, items: list[Item], clients: int, goals: Goals) -> Point:
@@ -128,7 +111,7 @@ def measure(endpoint: str, what: str, items: list[Item], clients: int, goals: Go
         start = time.time() + _LEAD_S
         outputs = [Path(scratch) / f"{number}.npz" for number in range(min(clients, len(items)))]
         readers = [
-            _client(endpoint, start, output, items[number :: len(outputs)]) for number, output in enumerate(outputs)
+            client(endpoint, start, output, items[number :: len(outputs)]) for number, output in enumerate(outputs)
         ]
         for reader in readers:
             if reader.wait() != 0:
@@ -151,15 +134,6 @@ def measure(endpoint: str, what: str, items: list[Item], clients: int, goals: Go
 
 
 _COLUMNS = ("arrival", "first", "last", "tokens", "gaps")
-
-
-def _client(endpoint: str, start: float, output: Path, items: list[Item]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "bench.work_client", endpoint, str(start), str(output)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(json.dumps([(item.prompt, item.output_length, item.arrival) for item in items]).encode())
-    process.stdin.close()
-    return process
 
 
 def _percentile(values: "np.typing.NDArray[np.float64]", share: int) -> float:

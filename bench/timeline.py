@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from bench.offline import CONTEXT, Engine
-from bench.work import MODEL_HELP, bench_model, equal_lengths
+from bench.offline import Engine
+from bench.work import CONTEXT, MODEL_HELP, SEQUENCES, bench_model, equal_lengths
 from worker_svc.config import WorkerConfig
 
 _FIRST_KERNEL = "_decode_kernel"  # of every decode step: kernels.prepare
@@ -62,8 +62,7 @@ def main(
             WorkerConfig(
                 str(folder),
                 load_format=load_format,
-                max_num_seqs=256,
-                max_num_batched_tokens=8192,
+                max_num_seqs=SEQUENCES,
                 max_model_len=CONTEXT,
             )
         )

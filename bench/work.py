@@ -10,11 +10,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from shared.model_config import load_model_config
 from tandem.models import model_folder
 from tandem.tiny import DENSE
 
 TEMPERATURE = 0.6
 MODEL_HELP = "qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, qwen3-235b-a22b, or a model folder"
+SEQUENCES = 256
+"""Most sequences that benchmarks of whole models run at a time."""
+CONTEXT = 4096
+"""Most tokens of one of them."""
+PREFILL = 2048
+"""Tokens of the prompts of the prefill point, if the model takes so many."""
+RATE = "tokens/s"
+MIXED = "mixed work"
+"""The point of mixed_lengths()."""
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -77,6 +87,26 @@ def equal_lengths(count: int, prompt_length: int, output_length: int, seed: int 
     """`count` requests of random tokens."""
     rng = random.Random(seed)
     return [Item([rng.randint(0, 10_000) for _ in range(prompt_length)], output_length) for _ in range(count)]
+
+
+def decode_name(batch: int) -> str:
+    """The point of equal_lengths(batch, ...)."""
+    return f"decode, batch {batch}"
+
+
+def context_of(folder: Path) -> int:
+    """Most tokens of a sequence of the model in a folder."""
+    return min(CONTEXT, load_model_config(folder).max_position)
+
+
+def prefill_length(context: int) -> int:
+    """Of the prompts of the prefill point: one token of output must fit."""
+    return min(PREFILL, context - 1)
+
+
+def prefill_name(length: int) -> str:
+    """The point of equal_lengths(32, length, 1)."""
+    return f"prefill, 32 x {length}"
 
 
 def poisson_arrivals(items: Sequence[Item], rate: float, seed: int = 2) -> list[Item]:

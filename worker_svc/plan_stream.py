@@ -1,54 +1,91 @@
 """One scheduler's open stream and the lease that it is: who may send plans, for how long. Knows nothing of steps."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from shared.errors import DeadlineExceeded, InvalidRequest, LeaseHeld
 from shared.pb import worker_pb2
 from shared.types import DEPTH_LIMIT
 
+_MOST_UNANSWERED = 2 * DEPTH_LIMIT
+
 
 class PlanStream:
-    """Plans that arrived on one call and were not taken yet. The transport holds back what is beyond the depth."""
+    """What came on one call and what goes back. A step_threads.Source, whose methods any thread may call."""
 
     def __init__(self, silence_timeout_s: float) -> None:
+        self.opened = False
+        self.ended = False
+        self._loop = asyncio.get_running_loop()
         self._silence_timeout_s = silence_timeout_s
-        self._queue: asyncio.Queue[worker_pb2.StepPlan | Exception | None] = asyncio.Queue(DEPTH_LIMIT)
         self._first: worker_pb2.StepPlan | None = None
+        self._unanswered = 0
+        self._closed = False
+        self._answers: asyncio.Queue[worker_pb2.StepResult | Exception | None] = asyncio.Queue()
+        self._room = asyncio.Event()
+        self._heard = self._loop.time()
+        self._timer = self._loop.call_later(silence_timeout_s, self._check_silence)
 
-    async def fill(self, messages: AsyncIterator[worker_pb2.StepPlan]) -> None:
-        """Reads until the scheduler closes its side, or sends what is no message."""
-        try:
-            async for message in messages:
-                await self._queue.put(message)
-            await self._queue.put(None)
-        except Exception as error:
-            await self._queue.put(InvalidRequest("plan", f"can't be read: {error!r}"))
+    async def receive(self, message: worker_pb2.StepPlan) -> None:
+        """Counts a plan as unanswered. Waits where many are: the transport holds back what comes after it.
 
-    async def next(self) -> worker_pb2.StepPlan | None:
-        """The next plan, None at the end. Raises what ended the stream, DeadlineExceeded after silence,
-        InvalidRequest for a plan of another epoch than the first."""
-        try:
-            async with asyncio.timeout(self._silence_timeout_s):
-                item = await self._queue.get()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no plan for {self._silence_timeout_s:g} s: the lease has ended") from None
-        if isinstance(item, Exception):
-            raise item
-        if item is not None:
-            self._check_epoch(item)
-        return item
-
-    def end(self, error: Exception) -> None:
-        """Drops the plans not taken yet; `next` raises the error."""
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._queue.put_nowait(error)
-
-    def _check_epoch(self, message: worker_pb2.StepPlan) -> None:
+        Raises InvalidRequest for a plan of another epoch than the first.
+        """
         first = self._first = self._first or message
         if (message.instance, message.epoch) != (first.instance, first.epoch):
             raise InvalidRequest("epoch", f"{message.epoch} on a stream of epoch {first.epoch}")
+        while self._unanswered >= _MOST_UNANSWERED:
+            self._room.clear()
+            await self._room.wait()
+        self._unanswered += 1
+        self._heard = self._loop.time()
+
+    def close(self) -> None:
+        """The scheduler sends no more: the stream ends with the last answer."""
+        self._closed = True
+        if not self._unanswered:
+            self._answers.put_nowait(None)
+
+    def answer(self, answer: worker_pb2.StepResult) -> None:
+        """The next plan's result."""
+        self._tell(answer)
+
+    def end(self, error: Exception) -> None:
+        """No plan begins any more; `answers` raises the error after the results that are there."""
+        self.ended = True
+        self._tell(error)
+
+    def release(self) -> None:
+        """Nobody reads the answers any more."""
+        self.ended = True
+        self._timer.cancel()
+
+    async def answers(self) -> AsyncIterator[worker_pb2.StepResult]:
+        """To the end. Raises what ended the stream: also DeadlineExceeded after silence while nothing ran."""
+        while (answer := await self._answers.get()) is not None:
+            if isinstance(answer, Exception):
+                raise answer
+            self._unanswered -= 1
+            self._heard = self._loop.time()
+            self._room.set()
+            yield answer
+            if self._closed and not self._unanswered:
+                return
+
+    def _tell(self, answer: worker_pb2.StepResult | Exception) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
+
+    def _check_silence(self) -> None:
+        """While a step runs the scheduler may be silent."""
+        left = self._heard + self._silence_timeout_s - self._loop.time()
+        if self._unanswered:
+            left = self._silence_timeout_s
+        elif left <= 0:
+            self.end(DeadlineExceeded(f"no plan for {self._silence_timeout_s:g} s: the lease has ended"))
+            return
+        self._timer = self._loop.call_later(left, self._check_silence)
 
 
 class Lease:
@@ -70,6 +107,10 @@ class Lease:
             self._holder.end(LeaseHeld(f"epoch {epoch} of the same instance has taken over"))
         self._holder, self._instance, self._epoch = stream, instance, epoch
         self._free.clear()
+
+    def is_held_by(self, stream: PlanStream) -> bool:
+        """Whether nobody has taken it from the stream."""
+        return self._holder is stream
 
     def release(self, stream: PlanStream) -> None:
         """Does nothing where the stream does not hold the lease."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
@@ -23,7 +22,8 @@ from worker_svc.progress import BEAT_S, Progress
 from worker_svc.runner.build import start_rank
 from worker_svc.runner.group import GroupRunner
 from worker_svc.runner.runner import Runner
-from worker_svc.servicer import Group, WorkerServicer
+from worker_svc.servicer import WorkerServicer
+from worker_svc.step_threads import Group, StepThreads
 
 _log = structlog.get_logger(__name__)
 
@@ -36,10 +36,9 @@ class WorkerServer:
     def __init__(self, config: WorkerConfig, progress: Progress) -> None:
         self._config = config
         self._progress = progress
-        self._thread = ThreadPoolExecutor(1, "steps")
-        self._servicer = WorkerServicer(self._thread, config.lease_timeout)
+        self._servicer = WorkerServicer(config.lease_timeout)
         self._health = health.aio.HealthServicer()
-        self._group: Group | None = None
+        self._threads: StepThreads | None = None
         self._server = make_server(share_port=False)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -58,18 +57,17 @@ class WorkerServer:
 
     async def load(self, rendezvous: Path) -> WorkerDescription:
         """Joins the other ranks, loads the model, and begins to answer. Raises StartupError."""
-        loop = asyncio.get_running_loop()
         model = load_model_config(self._config.folder)
-        group = await loop.run_in_executor(self._thread, _load_group, self._config, model, rendezvous, self._progress)
+        group = await asyncio.to_thread(_load_group, self._config, model, rendezvous, self._progress)
         description = _describe(self._config, model, group.runner)
         await self.answer(group, description)
         return description
 
     async def answer(self, group: Group, description: WorkerDescription) -> None:
         """The group is warm: calls that wait go on."""
-        self._group = group
+        self._threads = StepThreads(group)
         self._progress.warm()
-        self._servicer.serve(group, description)
+        self._servicer.serve(self._threads, description)
         await self._update_health()
 
     async def watch(self) -> None:
@@ -94,14 +92,13 @@ class WorkerServer:
     async def stop(self) -> None:
         """Ends what is still open, and the other ranks."""
         await self._server.stop(grace=0.5)
-        if self._group is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._group.close)
-        self._thread.shutdown()
+        if self._threads is not None:
+            await asyncio.to_thread(self._threads.close)
 
     async def _update_health(self) -> None:
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         stalled = self._progress.stalled(self._config.step_timeout)
-        ready = self._group is not None and not self._servicer.draining and not stalled
+        ready = self._threads is not None and not self._servicer.draining and not stalled
         await self._health.set("liveness", serving)
         for service in ("", "readiness", SERVICE):
             await self._health.set(service, serving if ready else not_serving)

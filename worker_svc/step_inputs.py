@@ -6,13 +6,54 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.types import IntArray
+from shared.types import IntArray, TokenMask
 
 Bools: TypeAlias = NDArray[np.bool_]
 LongArray: TypeAlias = NDArray[np.int64]
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures take the most likely token: dividing by them would overflow float32 logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The R rows of one step as the fold leaves them: little more than what changed."""
+
+    slots: LongArray
+    """[R]"""
+    counts: LongArray
+    """[R]: tokens of each row."""
+    starts: LongArray
+    """[R]: position of each row's first token."""
+    known: LongArray
+    """[R]: how many of a row's tokens the plan told: all, or none of one."""
+    samples: Bools
+    """[R]: rows that reach their sequence's last token."""
+    token_ids: IntArray
+    """[sum of known]"""
+    grown: IntArray
+    """[n, 3]: (slot, column, block id), what the slots' block tables got."""
+    zeroed: IntArray
+    """Block ids to fill with zeros before anything else."""
+    masks: tuple[TokenMask, ...]
+    decodes: bool
+    """Whether every row is one token, the last sampled one of its slot."""
+    repeated: bool
+    """Whether the step before had the same rows, all of them decoding; `slots` and `samples` are its very arrays."""
+
+    @property
+    def cu_seqlens(self) -> IntArray:
+        """[R + 1]: row r has the tokens cu_seqlens[r] to cu_seqlens[r + 1]."""
+        bounds = np.zeros(len(self.counts) + 1, dtype=np.int32)
+        np.cumsum(self.counts, out=bounds[1:])
+        return bounds
+
+    @property
+    def all_token_ids(self) -> IntArray:
+        """[T]: the step's tokens, -1 where the last sampled one of the slot is taken."""
+        token_ids = np.full(int(self.counts.sum()), -1, dtype=np.int32)
+        token_ids[np.repeat(self.known > 0, self.counts)] = self.token_ids
+        return token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +115,6 @@ class StepInputs:
     """[T]"""
     slot_mapping: LongArray
     """[T]: block id x block size + offset, where the token's K/V goes."""
-    slots: IntArray
-    """[R]"""
-    grown: IntArray
-    """[n, 3]: (slot, column, block id), what the slots' block tables got."""
     cu_seqlens: IntArray
     """[R + 1]: row r has the tokens cu_seqlens[r] to cu_seqlens[r + 1]."""
     seq_lens: IntArray
@@ -94,20 +131,3 @@ class StepInputs:
     """The N rows that reach their sequence's last token."""
     zeroed: IntArray
     """Block ids to fill with zeros before anything else."""
-
-    @property
-    def decodes(self) -> bool:
-        """Whether every row is one token, the last sampled one of its slot."""
-        return len(self.feedback_index) == len(self.token_ids)
-
-    @property
-    def starts(self) -> IntArray:
-        """[R]: position of each row's first token."""
-        starts: IntArray = self.seq_lens - np.diff(self.cu_seqlens)
-        return starts
-
-    @property
-    def sampling_rows(self) -> LongArray:
-        """[N]: which of the R rows sample."""
-        rows: LongArray = np.searchsorted(self.cu_seqlens, self.sampling.last_index, side="right") - 1
-        return rows

@@ -1,7 +1,6 @@
 """The kernel runner gives the tokens that the torch runner gives, here on a CPU in Triton's interpreter, uncaptured;
 tests/gpu compares them where kernels are compiled."""
 
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from shared.model_config import load_model_config
-from shared.types import DEPTH_LIMIT, IntArray, RowSampling, TokenMask
+from shared.types import RowSampling, TokenMask
 from tests.kernels import COMPILED
 from tests.worker.model_folder import VOCABULARY, write_model, write_moe_model
 from tests.worker.planner import BLOCK, GREEDY, Planner
@@ -21,7 +20,6 @@ from worker_svc.parallel import TensorParallel
 from worker_svc.runner.build import build_runner, empty_model
 from worker_svc.runner.build_kernels import RunnerParts
 from worker_svc.runner.kernel_runner import KernelRunner
-from worker_svc.runner.lanes import Lanes
 from worker_svc.runner.step_kernels import GpuAttention
 
 pytestmark = pytest.mark.skipif(COMPILED, reason="runs on a CPU in the interpreter")
@@ -33,22 +31,6 @@ KINDS = {
     "filtered": RowSampling(temperature=1.2, top_p=0.9, seed=6),
     "ending": RowSampling(temperature=1.0, seed=8, min_tokens=3, suppressed_ids=(3, 17, 200)),
 }
-
-
-@dataclass
-class HostLane:
-    """Copies where there is no device to copy to."""
-
-    sampled: list[IntArray] = field(default_factory=list)
-
-    def upload(self, changes: IntArray) -> torch.Tensor:
-        return torch.from_numpy(changes.copy())
-
-    def download(self, sampled: torch.Tensor) -> None:
-        self.sampled = [sampled.numpy().copy()]
-
-    def wait(self) -> IntArray:
-        return self.sampled.pop()
 
 
 @pytest.fixture(
@@ -69,7 +51,7 @@ def _kernel_runner(config: WorkerConfig) -> KernelRunner:
     load_weights(model, config.folder, report=False)
     attention = GpuAttention(flash=None, own_decode=True, pdl=False)
     parts = RunnerParts(config, model_config, model, group, attention, 64, torch.device("cpu"))
-    return parts.runner(Lanes([HostLane() for _ in range(DEPTH_LIMIT + 1)]))
+    return parts.runner()
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -124,6 +106,27 @@ def test_masks_and_rows_that_fail(planners: tuple[Planner, Planner]) -> None:
     assert results[0][0] in (3, 17, 299) and results[0][1] == -1
 
 
+@pytest.mark.parametrize("kinds", [("sampled", "narrow"), ("greedy", "filtered"), ("ending", "sampled")], ids="+".join)
+def test_the_same_rows_again_and_again(planners: tuple[Planner, Planner], kinds: tuple[str, ...]) -> None:
+    """Blocks come to their tables meanwhile, and once a mask for one step."""
+    bits = np.ones(VOCABULARY, dtype=bool)
+    bits[::2] = False
+    odd = np.packbits(bits, bitorder="little").tobytes()
+    results = []
+    for planner in planners:
+        planner.open()
+        planner.next_block = 0
+        for slot, kind in enumerate(kinds):
+            planner.admit(slot, prompt_of(12 + slot, slot), KINDS[kind])
+        tokens = planner.step([(0, 12), (1, 13)])
+        for step in range(10):
+            masks = (TokenMask(1, odd),) if step == 6 else ()
+            tokens += planner.step([(0, 1), (1, 1)], masks=masks)
+        results.append(tokens)
+    assert results[0] == results[1]
+    assert results[0][2 * 7 + 1] % 2 == 1, "the mask counts"
+
+
 def test_a_heartbeat_changes_nothing(planners: tuple[Planner, Planner]) -> None:
     results = []
     for planner in planners:
@@ -135,4 +138,38 @@ def test_a_heartbeat_changes_nothing(planners: tuple[Planner, Planner]) -> None:
             tokens += planner.step([(2, planner.remaining(2))])
             assert planner.step([]) == []
         results.append(tokens)
+    assert results[0] == results[1]
+
+
+def test_after_a_step_that_failed(planners: tuple[Planner, Planner], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its epoch is lost, and the next one gets each step's own tokens."""
+    reference, planner = planners
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    for one in planners:
+        one.open()
+        one.next_block = 0
+        one.admit(0, prompt_of(9, 1), KINDS["sampled"])
+    with monkeypatch.context() as patched:
+        patched.setattr(planner.runner._programs, "sample", fail)
+        with pytest.raises(RuntimeError, match="memory"):
+            planner.step([(0, 9)])
+    planner.open()
+    planner.next_block = 0
+    planner.admit(0, prompt_of(9, 1), KINDS["sampled"])
+    assert planner.generate(0, 12) == reference.generate(0, 12)
+
+
+def test_changes_without_rows(planners: tuple[Planner, Planner]) -> None:
+    """Slots taken twice before anything runs there: the last sequence counts."""
+    results = []
+    for planner in planners:
+        planner.open()
+        planner.next_block = 0
+        for seed in range(3):
+            planner.admit(0, prompt_of(14, seed), KINDS["sampled"])
+            assert planner.step([]) == []
+        results.append(planner.generate(0, 3))
     assert results[0] == results[1]

@@ -30,6 +30,8 @@ class Sequence:
     """What the planner knows of one slot."""
 
     tokens: list[int]
+    told: int
+    """How many of them the runner has or gets from plans: it samples the others itself."""
     computed: int
     blocks: list[int]
     unknown: int = 0
@@ -63,7 +65,7 @@ class Planner:
         """With the next plan; `cached` are blocks that hold the first tokens."""
         known, blocks = [*prompt, *(output or [])], cached or []
         length = len(blocks) * BLOCK
-        self.sequences[slot] = Sequence(known, length, list(blocks))
+        self.sequences[slot] = Sequence(known, len(known), length, list(blocks))
         self.admitted.append(
             Admission(slot, len(prompt), length, len(known), np.array(blocks, dtype=np.int32), sampling)
         )
@@ -74,7 +76,7 @@ class Planner:
         grown, triples, ids, sampling = [], [], [], []
         for slot, count in rows:
             sequence = self.sequences[slot]
-            known = sequence.tokens[sequence.computed : sequence.computed + count]
+            known = sequence.tokens[sequence.computed : min(sequence.computed + count, sequence.told)]
             sequence.computed += count
             while len(sequence.blocks) * BLOCK < sequence.computed:
                 sequence.blocks.append(self.next_block)

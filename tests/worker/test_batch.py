@@ -75,26 +75,31 @@ class NaiveBatch:
 
 
 def random_plans(rng: random.Random, count: int) -> list[StepPlan]:
-    """Well-formed ones: slots are taken, grow as they are computed, sample, and are taken again."""
+    """Well-formed ones: slots are taken, grow as they are computed, sample, and are taken again.
+
+    In some steps whoever can go on does, in the order of the step before, so that the same rows come several times.
+    """
     live: dict[int, list[int]] = {}  # slot: [computed, length, known, blocks]
-    plans = []
+    plans, order = [], list(range(4))
     for step_id in range(1, count + 1):
         admitted, grown, rows, ids, budget = [], [], [], [], 24
-        for slot in rng.sample(range(4), 4):
-            if slot not in live or rng.random() < 0.1:
+        settled = rng.random() < 0.7
+        order = order if settled else rng.sample(range(4), 4)
+        for slot in order:
+            if slot not in live or (not settled and rng.random() < 0.2):
                 length, cached = rng.randint(1, 20), 0
                 cached = rng.randint(0, (length - 1) // 4)
                 admitted.append(admission(slot, length, tuple(rng.choices(range(50), k=cached))))
                 live[slot] = [cached * 4, length, length, cached]
             state = live[slot]
             fresh = state[0] == state[1] - 1 and state[1] > state[2]
-            n = min(rng.randint(0, 8), state[1] - state[0], budget, 30 - state[0])
+            n = min(8 if settled else rng.randint(0, 8), state[1] - state[0], budget, 30 - state[0])
             if n <= 0:
                 continue
             while state[3] * 4 < state[0] + n:
                 grown.append((slot, rng.randrange(50)))
                 state[3] += 1
-            known = 0 if fresh and rng.random() < 0.8 else n
+            known = 0 if fresh and (settled or rng.random() < 0.8) else n
             rows.append((slot, n, known))
             ids += rng.choices(range(20), k=known)
             state[0], budget = state[0] + n, budget - n
@@ -106,7 +111,7 @@ def random_plans(rng: random.Random, count: int) -> list[StepPlan]:
 @given(st.integers(0, 2**32))
 def test_equal_to_a_naive_fold(seed: int) -> None:
     batch, naive = BatchState(LIMITS), NaiveBatch()
-    for plan in random_plans(random.Random(seed), 12):
+    for plan in random_plans(random.Random(seed), 20):
         inputs, expected = batch.apply(plan), naive.apply(plan)
         tokens: list[Any] = inputs.token_ids.tolist()
         for index, slot in zip(inputs.feedback_index.tolist(), inputs.feedback_slots.tolist(), strict=True):
@@ -197,6 +202,25 @@ def test_bad_admissions(changes: dict[str, Any]) -> None:
 def test_bad_plans(field: str, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field}"):
         BatchState(LIMITS).apply(first_plan(**changes))
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes"),
+    [
+        ("rows: slot 0 has sampled no token", {"admitted": (admission(length=3),), "grown": array([[0, 9]])}),
+        ("rows: slot 0 goes beyond the tokens of its blocks", {}),
+        ("token_ids: 1 ids for 0 known", {"token_ids": array([4]), "grown": array([[0, 9]])}),
+        ("masks: slot 1 does not sample", {"masks": (TokenMask(1, bytes(3)),), "grown": array([[0, 9]])}),
+    ],
+    ids=["admitted again", "no block", "known ids", "mask"],
+)
+def test_rows_that_come_again_are_checked_again(problem: str, changes: dict[str, Any]) -> None:
+    batch = BatchState(LIMITS)
+    batch.apply(first_plan())
+    for step_id in (2, 3):
+        batch.apply(StepPlan(1, step_id, rows=array([[0, 1, 0]])))
+    with pytest.raises(InvalidRequest, match=f"^{problem}"):
+        batch.apply(StepPlan(1, 4, rows=array([[0, 1, 0]]), **changes))
 
 
 def test_a_row_beyond_the_context() -> None:

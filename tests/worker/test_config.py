@@ -9,7 +9,7 @@ from worker_svc.config import WorkerConfig
     ("given", "on_gpu", "chosen"),
     [
         ({}, False, (64, 512)),
-        ({}, True, (256, 4096)),
+        ({}, True, (256, 3072)),
         ({"max_num_seqs": 1000}, False, (1000, 1000)),
         ({"max_num_batched_tokens": 10}, True, (10, 10)),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 100}, True, (8, 100)),

@@ -131,3 +131,37 @@ def test_a_step_begins_while_those_before_it_run() -> None:
         assert [(await stream.read()).step_id for _ in range(3)] == [1, 2, 3]
 
     run(test, lease_timeout=0.4)
+
+
+def test_many_plans_ahead_and_a_closed_side() -> None:
+    """More than the protocol's depth are taken as results leave; the stream ends after the last of them."""
+
+    async def test(worker: Worker) -> None:
+        worker.group.gate.clear()
+        stream = Stream(worker)
+        for _ in range(30):
+            await stream.send()
+        await stream.call.done_writing()
+        worker.group.gate.set()
+        assert [(await stream.read()).step_id for _ in range(30)] == list(range(1, 31))
+        assert (await stream.ended())[0] is StatusCode.OK
+
+    run(test)
+
+
+def test_a_result_that_fails_comes_after_those_before_it() -> None:
+    """As on a GPU, where a step's error shows when its tokens are read; steps behind it are not answered."""
+
+    async def test(worker: Worker) -> None:
+        worker.group.failing = 3
+        worker.group.results.clear()
+        stream = Stream(worker)
+        for _ in range(4):
+            await stream.send()
+        await until(lambda: (1, 4) in worker.group.commands)
+        worker.group.results.set()
+        assert [(await stream.read()).step_id for _ in range(2)] == [1, 2]
+        code, details = await stream.ended()
+        assert code is StatusCode.INTERNAL and "step 3" in details
+
+    run(test)

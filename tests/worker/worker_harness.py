@@ -37,8 +37,8 @@ DECODE = np.array([[0, 1, 0]], dtype=np.int32)
 
 
 class ScriptedGroup:
-    """Records its commands; steps wait while `gate` is closed and raise `error` where one is set, results while
-    `results` is closed."""
+    """Records its commands; steps wait while `gate` is closed and raise `error` where one is set, results wait while
+    `results` is closed, and that of step `failing` raises."""
 
     def __init__(self, progress: Progress) -> None:
         self.commands: list[Any] = []
@@ -47,6 +47,7 @@ class ScriptedGroup:
         self.results = threading.Event()
         self.results.set()
         self.error: Exception | None = None
+        self.failing = 0
         self._progress = progress
 
     def open_epoch(self) -> None:
@@ -62,6 +63,8 @@ class ScriptedGroup:
 
     def _finish(self, message: worker_pb2.StepPlan) -> StepResult:
         assert self.results.wait(20)
+        if message.step_id == self.failing:
+            raise RuntimeError("an illegal address")
         return StepResult(message.epoch, message.step_id)
 
     def close(self) -> None:

@@ -4,14 +4,15 @@ Owns positions, block tables and sampling parameters by slot. Numpy only: it kno
 every rank that folds the same plans holds the same state. Last sampled tokens are not here: they stay on the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shared.errors import InvalidRequest
 from shared.types import NO_TRIPLES, Admission, IntArray, StepPlan
 from worker_svc.runner.sampling_state import SamplingState
-from worker_svc.step_inputs import LongArray, StepInputs
+from worker_svc.runner.whole_inputs import step_inputs
+from worker_svc.step_inputs import LongArray, SamplingInputs, StepInputs, StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,29 @@ class BatchState:
         self._num_blocks = np.zeros(slots, dtype=np.int64)
         self._tables = np.zeros((slots, self.limits.blocks_per_sequence), dtype=np.int32)
         self._sampling = SamplingState(slots, self.limits.vocabulary_size)
+        self._last: StepRows | None = None
+        self._last_plan = b""
 
     def apply(self, plan: StepPlan) -> StepInputs:
+        """`fold`, and all inputs of the step."""
+        return self.inputs(self.fold(plan))
+
+    def fold(self, plan: StepPlan) -> StepRows:
         """Raises InvalidRequest, naming field and bound, for a plan that can't follow the ones before it."""
         if plan.step_id != self._next_step:
             raise InvalidRequest("step_id", f"{plan.step_id} where {self._next_step} is next")
         self._next_step += 1
         self._admit(plan.admitted)
         grown = self._grow(plan.grown)
-        _check_range("zeroed", plan.zeroed, self.limits.num_blocks)
-        return self._advance(plan, grown)
+        if len(plan.zeroed):
+            _check_range("zeroed", plan.zeroed, self.limits.num_blocks)
+        rows = self._repeat(plan, grown) or self._advance(plan, grown)
+        self._check_ends(rows)
+        ends = rows.starts + rows.counts
+        self._computed[rows.slots] = ends
+        self._length[rows.slots] += rows.samples
+        self._last_plan, self._last = plan.rows.tobytes(), rows
+        return rows
 
     def _admit(self, admitted: tuple[Admission, ...]) -> None:
         for index, admission in enumerate(admitted):
@@ -76,65 +90,54 @@ class BatchState:
     def _grow(self, grown: IntArray) -> IntArray:
         if not len(grown):
             return NO_TRIPLES
-        self._check_slots("grown", grown[:, 0])
-        _check_range("grown", grown[:, 1], self.limits.num_blocks)
-        pairs = grown[np.argsort(grown[:, 0], kind="stable")]
-        slots, first, counts = np.unique(pairs[:, 0], return_index=True, return_counts=True)
-        if (self._num_blocks[slots] + counts > self.limits.blocks_per_sequence).any():
+        slots, blocks = grown.T
+        self._check_slots("grown", slots)
+        _check_range("grown", blocks, self.limits.num_blocks)
+        columns = self._num_blocks[slots] + _earlier(slots)
+        if (columns >= self.limits.blocks_per_sequence).any():
             raise InvalidRequest("grown", f"a slot gets more than {self.limits.blocks_per_sequence} blocks")
-        columns = np.arange(len(pairs)) - np.repeat(first - self._num_blocks[slots], counts)
-        self._tables[pairs[:, 0], columns] = pairs[:, 1]
-        self._num_blocks[slots] += counts
-        return np.stack((pairs[:, 0], columns, pairs[:, 1]), axis=1, dtype=np.int32)
+        self._tables[slots, columns] = blocks
+        np.add.at(self._num_blocks, slots, 1)
+        return np.stack((slots, columns, blocks), axis=1, dtype=np.int32)
 
-    def _advance(self, plan: StepPlan, grown: IntArray) -> StepInputs:
+    def _repeat(self, plan: StepPlan, grown: IntArray) -> StepRows | None:
+        """The rows where they are those of the step before, one token further: what was checked then holds again."""
+        last = self._last
+        if last is None or not last.decodes or plan.admitted or plan.rows.tobytes() != self._last_plan:
+            return None
+        self._check_token_ids(plan.token_ids, last.known)
+        return replace(last, starts=last.starts + 1, grown=grown, zeroed=plan.zeroed, masks=plan.masks, repeated=True)
+
+    def _advance(self, plan: StepPlan, grown: IntArray) -> StepRows:
         slots, counts, known = plan.rows.T.astype(np.int64)
         self._check_rows(slots, counts, known)
         self._check_token_ids(plan.token_ids, known)
         starts = self._computed[slots]
-        ends = starts + counts
-        self._check_ends(slots, ends)
-        cu_seqlens = np.concatenate(([0], np.cumsum(counts)))
-        row_of = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[row_of]
-        token_ids = np.zeros(len(positions), dtype=np.int64)
-        token_ids[np.repeat(known > 0, counts)] = plan.token_ids
-        fed_back = known == 0
-        samples = ends == self._length[slots]
-        sampling = self._sampling.inputs(
-            slots[samples], cu_seqlens[1:][samples] - 1, self._length[slots[samples]], plan.masks
-        )
-        self._computed[slots] = ends
-        self._length[slots[samples]] += 1
-        return StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=self._slot_mapping(slots[row_of], positions),
-            slots=plan.rows[:, 0],
+        return StepRows(
+            slots=slots,
+            counts=counts,
+            starts=starts,
+            known=known,
+            samples=starts + counts == self._length[slots],
+            token_ids=plan.token_ids,
             grown=grown,
-            cu_seqlens=cu_seqlens.astype(np.int32),
-            seq_lens=ends.astype(np.int32),
-            block_size=self.limits.block_size,
-            block_tables=self._block_tables(slots),
-            feedback_index=cu_seqlens[:-1][fed_back],
-            feedback_slots=slots[fed_back],
-            sampling=sampling,
             zeroed=plan.zeroed,
+            masks=plan.masks,
+            decodes=bool(len(slots)) and not known.any(),
+            repeated=False,
         )
 
-    def _slot_mapping(self, slots: LongArray, positions: LongArray) -> LongArray:
-        block, offset = np.divmod(positions, self.limits.block_size)
-        mapping: LongArray = self._tables[slots, block].astype(np.int64) * self.limits.block_size + offset
-        return mapping
+    def sampling(self, rows: StepRows) -> SamplingInputs:
+        """Of the step folded last. Raises InvalidRequest for a mask that fits no sampling row."""
+        ends, samples = rows.starts + rows.counts, rows.samples
+        return self._sampling.inputs(
+            rows.slots[samples], np.cumsum(rows.counts)[samples] - 1, ends[samples], rows.masks
+        )
 
-    def _block_tables(self, slots: LongArray) -> IntArray:
-        """Fills up with a block of the row itself, so that what a row masks out is never another sequence's NaN."""
-        blocks = self._num_blocks[slots]
-        width = int(blocks.max(initial=0))
-        tables = self._tables[slots, :width]
-        beyond = np.arange(width) >= blocks[:, None]
-        filled: IntArray = np.where(beyond, tables[:, :1], tables)
-        return filled
+    def inputs(self, rows: StepRows) -> StepInputs:
+        """All inputs of the step folded last. Raises as `sampling` does."""
+        tables, num_blocks = self._tables[rows.slots], self._num_blocks[rows.slots]
+        return step_inputs(rows, tables, num_blocks, self.limits.block_size, self.sampling(rows))
 
     def _check_slots(self, field: str, slots: IntArray | LongArray) -> None:
         _check_range(field, slots, self.limits.max_num_seqs, "slot")
@@ -157,18 +160,32 @@ class BatchState:
             raise InvalidRequest("rows", f"slot {slots[unsampled][0]} has sampled no token to continue from")
 
     def _check_token_ids(self, token_ids: IntArray, known: LongArray) -> None:
-        _check_range("token_ids", token_ids, self.limits.vocabulary_size)
+        if len(token_ids):
+            _check_range("token_ids", token_ids, self.limits.vocabulary_size)
         if known.sum() != len(token_ids):
             raise InvalidRequest("token_ids", f"{len(token_ids)} ids for {known.sum()} known tokens")
 
-    def _check_ends(self, slots: LongArray, ends: LongArray) -> None:
-        for bound, what in (
+    def _check_ends(self, rows: StepRows) -> None:
+        slots, ends = rows.slots, rows.starts + rows.counts
+        bounds = (
             (self._length[slots], "tokens of its sequence"),
             (self._num_blocks[slots] * self.limits.block_size, "tokens of its blocks"),
             (self.limits.max_model_len, "tokens of the context"),
-        ):
+        )
+        for bound, what in bounds:
             if (ends > bound).any():
                 raise InvalidRequest("rows", f"slot {slots[ends > bound][0]} goes beyond the {what}")
+
+
+def _earlier(slots: IntArray) -> LongArray:
+    """[n]: how many times each element came before."""
+    if len(set(slots.tolist())) == len(slots):
+        return np.zeros(len(slots), dtype=np.int64)
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    earlier = np.empty(len(slots), dtype=np.int64)
+    earlier[order] = np.arange(len(slots)) - np.searchsorted(ordered, ordered)
+    return earlier
 
 
 def _check_range(field: str, values: IntArray | LongArray, bound: int, what: str = "id") -> None:

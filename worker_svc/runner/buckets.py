@@ -25,10 +25,14 @@ def token_buckets(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
+def mixed_rows(most: int) -> list[int]:
+    """Rows of mixed steps, ascending: few, or as many as there can be."""
+    return sorted({min(_FEW_ROWS, most), most})
+
+
 def mixed_buckets(most_tokens: int, most_rows: int) -> list[tuple[int, int]]:
-    """(tokens, rows) of mixed steps: few rows, or as many as there can be."""
-    rows = sorted({min(_FEW_ROWS, most_rows), most_rows})
-    return [(tokens, count) for tokens in token_buckets(most_tokens) for count in rows]
+    """(tokens, rows) of mixed steps."""
+    return [(tokens, rows) for tokens in token_buckets(most_tokens) for rows in mixed_rows(most_rows)]
 
 
 def smallest(buckets: Sequence[int], size: int) -> int:

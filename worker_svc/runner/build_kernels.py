@@ -6,7 +6,6 @@ import torch
 from shared.errors import StartupError
 from shared.model_config import ModelConfig
 from worker_svc.config import WorkerConfig
-from worker_svc.kernels.scatter import scatter
 from worker_svc.layers.flash_attention import Heads, choose_flash
 from worker_svc.layers.kv_cache import block_bytes
 from worker_svc.layers.linear import kv_heads_per_rank
@@ -16,7 +15,7 @@ from worker_svc.runner.batch import BatchState
 from worker_svc.runner.build import make_cache, make_limits
 from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.kernel_runner import KernelRunner
-from worker_svc.runner.lanes import Lanes, cuda_lanes
+from worker_svc.runner.lanes import Lanes
 from worker_svc.runner.programs import Programs
 from worker_svc.runner.runner import CausalModel
 from worker_svc.runner.step_kernels import GpuAttention, StepKernels
@@ -42,9 +41,8 @@ def build_kernel_runner(
     parts = RunnerParts(config, model_config, model, group, attention, num_blocks, device)
     if not config.enforce_eager:
         parts.programs.capture(report=group.rank == 0)
-    scatter(torch.zeros(2, 1, dtype=torch.int32, device=device), out=parts.state.values)  # compiles it
-    most_changes = len(parts.state.values)
-    return parts.runner(cuda_lanes(most_changes, parts.batch.limits.max_num_seqs, device))
+    parts.kernels.update(torch.zeros(2, 1, dtype=torch.int32, device=device))  # compiles it
+    return parts.runner()
 
 
 class RunnerParts:
@@ -64,15 +62,17 @@ class RunnerParts:
         limits = make_limits(config, model_config, num_blocks, device)
         self.batch = BatchState(limits)
         self.state = DeviceState(limits, device)
-        self.kernels = StepKernels(model, self.cache, self.state, limits, attention)
+        self.lanes = Lanes(len(self.state.values), limits.max_num_seqs, device)
+        self.kernels = StepKernels(model, self.cache, self.state, limits, attention, self.lanes.ring)
         self.programs = Programs(self.kernels, limits, mixed=attention.flash is not None)
         self.sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
         self._attention = attention
 
-    def runner(self, lanes: Lanes) -> KernelRunner:
-        """All of it as one."""
+    def runner(self) -> KernelRunner:
+        """All of it as one; what ran before, to compile or to capture, has left nothing."""
+        self.lanes.restart()
         return KernelRunner(
-            self._attention, self.cache, self.batch, self.state, self.kernels, self.programs, self.sampler, lanes
+            self._attention, self.cache, self.batch, self.state, self.kernels, self.programs, self.sampler, self.lanes
         )
 
 

@@ -16,6 +16,7 @@ from shared.types import Admission, IntArray
 from worker_svc.kernels.candidates import SlotSampling
 from worker_svc.kernels.prepare import SlotState
 from worker_svc.runner.batch import Limits
+from worker_svc.step_inputs import LongArray
 
 MAX_SUPPRESSED = 8
 """Suppressed ids of a slot that the kernels know of."""
@@ -101,7 +102,7 @@ class DeviceState:
         if len(slots):
             self._stage("tables", slots.astype(np.int64) * self._blocks + columns, blocks)
 
-    def set_rows(self, slots: IntArray) -> None:
+    def set_rows(self, slots: LongArray) -> None:
         """The rows of the step."""
         rows = np.full_like(self._row_slots, -1)
         rows[: len(slots)] = slots
@@ -110,7 +111,7 @@ class DeviceState:
             self._stage("row_slots", changed, rows[changed])
             self._row_slots = rows
 
-    def set_tokens(self, starts: IntArray, cu_seqlens: IntArray, known_ids: IntArray, bucket_rows: int) -> None:
+    def set_tokens(self, starts: LongArray, cu_seqlens: IntArray, known_ids: IntArray, bucket_rows: int) -> None:
         """Rows with any number of tokens: `starts` [R], `cu_seqlens` [R + 1], `known_ids` [T], -1 where unknown. Rows
         from R to `bucket_rows` have none."""
         bounds = np.full(bucket_rows + 1, cu_seqlens[-1], dtype=np.int32)
@@ -132,7 +133,7 @@ class DeviceState:
         self._changes = []
         self._row_slots = np.full_like(self._row_slots, -2)  # unknown: the next step sends all
 
-    def _stage(self, name: str, index: NDArray[np.int64], values: IntArray | Sequence[int]) -> None:
+    def _stage(self, name: str, index: NDArray[np.int64], values: IntArray | LongArray | Sequence[int]) -> None:
         self._changes.append((self._starts[name] + index, np.asarray(values, dtype=np.int32)))
 
 

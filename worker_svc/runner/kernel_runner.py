@@ -1,6 +1,7 @@
 """Runs plans on one GPU: folds them on the host, sends what changed, launches, and does not wait.
 
 The host's batch state checks plans and knows what the device holds; steps follow each other on the device without it.
+Where the same rows decode again, the device knows all of the next step: it is one launch.
 """
 
 from dataclasses import dataclass
@@ -8,28 +9,47 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shared.types import IntArray, StepPlan
+from shared.types import NO_INTS, IntArray, StepPlan
 from worker_svc.kernels.candidates import MAX_TOP_K
-from worker_svc.kernels.scatter import scatter
 from worker_svc.layers.attention import TorchAttention
 from worker_svc.layers.kv_cache import KVCache
 from worker_svc.layers.sampler import Sampler
 from worker_svc.runner.batch import BatchState
 from worker_svc.runner.device_state import MAX_SUPPRESSED, DeviceState
-from worker_svc.runner.lanes import Lanes, LaneTokens
+from worker_svc.runner.lanes import Lane, Lanes, LaneTokens
 from worker_svc.runner.programs import Programs
 from worker_svc.runner.runner import PendingTokens
 from worker_svc.runner.step_kernels import GpuAttention, StepKernels
-from worker_svc.step_inputs import LongArray, SamplingInputs, StepInputs
+from worker_svc.step_inputs import LongArray, SamplingInputs, StepRows
 
 
 @dataclass(frozen=True, slots=True)
 class NoTokens:
-    """Of a plan that changes nothing. See runner.PendingTokens."""
+    """Of a plan without rows. See runner.PendingTokens."""
 
     def to_host(self) -> tuple[IntArray, IntArray]:
         """Nothing."""
-        return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
+        return NO_INTS, NO_INTS
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """Rows that sample in a way that the kernels don't know."""
+
+    rows: LongArray
+    """Which of the step's rows."""
+    sampling: SamplingInputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What runs for the rows of a step."""
+
+    bucket: tuple[int, int]
+    """Tokens and rows."""
+    narrow: bool
+    """Whether some rows sample from their top 64 tokens or fewer."""
+    others: _Others | None
 
 
 class KernelRunner:
@@ -57,6 +77,7 @@ class KernelRunner:
         self._device = state.values.device
         self._torch_attention = TorchAttention(self._device)
         self._flash = attention.flash is not None
+        self._last: _Launch | None = None
 
     def open_epoch(self) -> None:
         """See Runner."""
@@ -68,60 +89,85 @@ class KernelRunner:
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> PendingTokens:
         """See Runner. It has begun when this returns."""
-        inputs = self.batch.apply(plan)
-        self.cache.zero(inputs.zeroed)
+        rows = self.batch.fold(plan)
+        self.cache.zero(rows.zeroed)
         self._state.admit(plan.admitted)
-        self._state.grow(*inputs.grown.T)
-        bucket = self._stage_rows(inputs)
-        changes = self._state.take_changes()
-        if bucket is None and changes is None:
+        self._state.grow(*rows.grown.T)
+        if not len(rows.slots):
+            self._update_alone()
             return NoTokens()
+        launch = self._launch_of(rows)
         lane = self._lanes.take()
         try:
-            if changes is not None:
-                scatter(lane.upload(changes), out=self._state.values)
-            if bucket is not None:
-                self._launch(inputs, bucket)
-                self._sample_others(inputs)
-            lane.download(self._kernels.sampled)
+            self._update(lane)
+            self._run(rows, launch)
+            self._lanes.delivered()
+            if launch.others is not None:
+                self._sample_others(launch.others)
+                lane.sampled.copy_(self._kernels.sampled, non_blocking=True)
+            lane.done.record()
         except BaseException:
-            self._lanes.give_back(lane)
+            self._lanes.give_back()
             raise
-        return LaneTokens(lane, self._lanes, inputs.sampling_rows)
+        return LaneTokens(lane, self._lanes, rows.samples)
 
-    def _stage_rows(self, inputs: StepInputs) -> tuple[int, int] | None:
-        """What the device must know of the rows. Gives the tokens and rows of the step; None: there are none."""
-        tokens, rows = len(inputs.token_ids), len(inputs.slots)
-        if not rows:
-            return None
-        self._state.set_rows(inputs.slots)
-        if inputs.decodes:
-            return tokens, self._programs.decode_size(rows)
-        rows = self._programs.decode_size(rows)
-        bucket = self._programs.mixed_size(tokens, rows) if self._flash else (tokens, rows)
-        known = inputs.token_ids.astype(np.int32)
-        known[inputs.feedback_index] = -1
-        self._state.set_tokens(inputs.starts, inputs.cu_seqlens, known, bucket[1])
+    def _update(self, lane: Lane) -> None:
+        changes = self._state.take_changes()
+        if changes is not None:
+            self._kernels.update(lane.stage(changes))
+
+    def _update_alone(self) -> None:
+        """The changes of a plan without rows: the next step gets the same lane, so they must have been read."""
+        lane = self._lanes.take()
+        try:
+            self._update(lane)
+            lane.done.record()
+            lane.done.synchronize()
+        finally:
+            self._lanes.give_back()
+
+    def _launch_of(self, rows: StepRows) -> _Launch:
+        """As for the step before, where nothing that matters has changed."""
+        last = self._last
+        if last is None or not rows.repeated or rows.masks or last.others is not None:
+            last = self._last = self._prepare(rows)
+        return last
+
+    def _prepare(self, rows: StepRows) -> _Launch:
+        """Sees to it that the device gets to know the rows."""
+        self._state.set_rows(rows.slots)
+        bucket = self._decode_bucket(rows) if rows.decodes else self._mixed_bucket(rows)
+        sampling = self.batch.sampling(rows)
+        narrow = bool((sampling.filtered & (sampling.top_k <= MAX_TOP_K)).any())
+        others = _others(sampling)
+        if not len(others):
+            return _Launch(bucket, narrow, None)
+        return _Launch(bucket, narrow, _Others(np.flatnonzero(rows.samples)[others], sampling.select(others)))
+
+    def _decode_bucket(self, rows: StepRows) -> tuple[int, int]:
+        size = self._programs.decode_size(len(rows.slots))
+        return size, size
+
+    def _mixed_bucket(self, rows: StepRows) -> tuple[int, int]:
+        token_ids = rows.all_token_ids
+        bucket = self._programs.mixed_size(len(token_ids), len(rows.slots))
+        self._state.set_tokens(rows.starts, rows.cu_seqlens, token_ids, bucket[1])
         return bucket
 
-    def _launch(self, inputs: StepInputs, bucket: tuple[int, int]) -> None:
-        if inputs.decodes:
-            self._programs.decode(bucket[1])
-        elif self._flash:
-            self._programs.mixed(bucket)
-        else:
-            self._kernels.mixed(*bucket, self._torch_attention.prepare(inputs))
-        narrow = inputs.sampling.filtered & (inputs.sampling.top_k <= MAX_TOP_K)
-        self._programs.sample(bucket[1], narrow=bool(narrow.any()))
-
-    def _sample_others(self, inputs: StepInputs) -> None:
-        """Rows that sample in a way that the kernels don't know take their tokens from torch."""
-        others = _others(inputs.sampling)
-        if not len(others):
+    def _run(self, rows: StepRows, launch: _Launch) -> None:
+        if rows.decodes:
+            self._programs.decode(launch.bucket[1], narrow=launch.narrow)
             return
-        rows = torch.from_numpy(inputs.sampling_rows[others]).to(self._device)
-        slots = torch.from_numpy(inputs.sampling.slots[others]).to(self._device)
-        sampled = self._sampler(self._kernels.logits[rows], inputs.sampling.select(others))
+        if self._flash:
+            self._programs.mixed(launch.bucket)
+        else:
+            self._kernels.mixed(*launch.bucket, self._torch_attention.prepare(self.batch.inputs(rows)))
+        self._programs.sample(launch.bucket[1], narrow=launch.narrow)
+
+    def _sample_others(self, others: _Others) -> None:
+        """They take their tokens from torch instead."""
+        rows, slots = (torch.from_numpy(index).to(self._device) for index in (others.rows, others.sampling.slots))
+        sampled = self._sampler(self._kernels.logits[rows], others.sampling)
         tokens = sampled.token_ids.int()
         self._kernels.sampled[:, rows] = torch.stack((tokens, sampled.failed.int()))
         self._state.slots.last_tokens[slots] = tokens

@@ -1,10 +1,11 @@
-"""Copies between host and GPU of steps in flight, beside the stream that computes.
+"""Memory that host and GPU share, for the steps in flight. No copy is launched: kernels read and write it themselves.
 
-A lane is the memory of one step: what it sends, what it brings back. A step takes one and whoever reads its tokens
-gives it back, so at most as many steps are in flight as there are lanes.
+A lane is one step's part: the changes that it brings, the tokens that it samples. A step takes one and whoever reads
+its tokens gives it back, so at most as many steps are in flight as there are lanes. The device takes the lanes in turn.
 """
 
 import queue
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,37 +14,109 @@ import torch
 from torch import Tensor
 
 from shared.types import DEPTH_LIMIT, IntArray
-from worker_svc.step_inputs import LongArray
+from worker_svc.kernels.deliver import Ring
+from worker_svc.step_inputs import Bools
+
+_LANES = 8
+assert _LANES > DEPTH_LIMIT, "a step begins while as many as a scheduler may have out are not read yet"
 
 
-class Lane(Protocol):
-    """One step's copies."""
+class Event(Protocol):
+    """A point in the order of what was launched."""
 
-    def upload(self, changes: IntArray) -> Tensor:
-        """[2, n] on the device, for what is launched next."""
+    def record(self) -> None:
+        """After what was launched so far."""
 
-    def download(self, sampled: Tensor) -> None:
-        """Begins to copy token ids and failures, [2, S], once what was launched before has computed them."""
+    def synchronize(self) -> None:
+        """Waits until the device has come there."""
+
+
+class NoEvent:
+    """Where the device is the host: what was launched has ended. See Event."""
+
+    def record(self) -> None:
+        """See Event."""
+
+    def synchronize(self) -> None:
+        """See Event."""
+
+
+class CudaEvent:
+    """On the stream that is current now. See Event."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream()
+
+    def record(self) -> None:
+        """See Event."""
+        self._event.record(self._stream)
+
+    def synchronize(self) -> None:
+        """See Event."""
+        self._event.synchronize()
+
+
+class Lane:
+    """One step's memory."""
+
+    def __init__(self, changes: Tensor, sampled: Tensor, done: Event) -> None:
+        """`changes` [2 x most] and `sampled` [2, S], int32, in memory that host and device share."""
+        self.sampled = sampled
+        """Token ids, and 1 where a row failed; known once `done`."""
+        self.done = done
+        self._changes = changes
+        self._host_changes: IntArray = changes.numpy()
+        self._host_sampled: IntArray = sampled.numpy()
+
+    def stage(self, changes: IntArray) -> Tensor:
+        """`changes` [2, n], as the device reads them."""
+        self._host_changes[: changes.size] = changes.ravel()
+        return self._changes[: changes.size].view(2, -1)
 
     def wait(self) -> IntArray:
-        """[2, S], once they are here."""
+        """`sampled`, once it is there."""
+        self.done.synchronize()
+        return self._host_sampled
 
 
 class Lanes:
-    """Lanes that no step has."""
+    """All lanes of a runner."""
 
-    def __init__(self, lanes: list[Lane]) -> None:
-        self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
-        for lane in lanes:
-            self._free.put(lane)
+    def __init__(
+        self, most_changes: int, rows: int, device: torch.device, make_event: Callable[[], Event] | None = None
+    ) -> None:
+        pinned = device.type == "cuda"
+        sampled = torch.zeros(_LANES, 2, rows, dtype=torch.int32, pin_memory=pinned)
+        self.ring = Ring(sampled, torch.zeros(1, dtype=torch.int32, device=device))
+        """Where the device writes."""
+        make_event = make_event or (CudaEvent if pinned else NoEvent)
+        changes = torch.zeros(_LANES, 2 * most_changes, dtype=torch.int32, pin_memory=pinned)
+        self._lanes = [Lane(changes[index], sampled[index], make_event()) for index in range(_LANES)]
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.restart()
+
+    def restart(self) -> None:
+        """The device begins with the first lane. Nothing may be in flight."""
+        self.ring.turn.zero_()
+        self._turn = 0
+        while not self._free.empty():
+            self._free.get()
+        for _ in self._lanes:
+            self._free.put(None)
 
     def take(self) -> Lane:
-        """Waits for one."""
-        return self._free.get()
+        """Waits until the lane that the device writes next is free."""
+        self._free.get()
+        return self._lanes[self._turn % _LANES]
 
-    def give_back(self, lane: Lane) -> None:
-        """Nothing reads or writes it any more."""
-        self._free.put(lane)
+    def delivered(self) -> None:
+        """What writes the taken lane's tokens was launched: the next lane is its successor."""
+        self._turn += 1
+
+    def give_back(self) -> None:
+        """Nothing reads or writes any more what was taken first."""
+        self._free.put(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,54 +125,11 @@ class LaneTokens:
 
     lane: Lane
     lanes: Lanes
-    rows: LongArray
-    """[N]: the rows that sample."""
+    samples: Bools
+    """[R]: the rows that sample."""
 
     def to_host(self) -> tuple[IntArray, IntArray]:
         """See PendingTokens."""
-        token_ids, failed = self.lane.wait()[:, self.rows]
-        self.lanes.give_back(self.lane)
+        token_ids, failed = self.lane.wait()[:, : len(self.samples)][:, self.samples]
+        self.lanes.give_back()
         return token_ids, np.flatnonzero(failed).astype(np.int32)
-
-
-class CudaLane:
-    """Pinned memory, and events on the streams of the copies."""
-
-    def __init__(self, most_changes: int, rows: int, device: torch.device, streams: tuple[torch.cuda.Stream, ...]):
-        self._sent = torch.empty(2 * most_changes, dtype=torch.int32, pin_memory=True)
-        self._received = torch.empty(2 * most_changes, dtype=torch.int32, device=device)
-        self._sampled = torch.empty(2, rows, dtype=torch.int32, device=device)
-        self._host = torch.empty(2, rows, dtype=torch.int32, pin_memory=True)
-        self._up, self._down = streams
-        self._uploaded, self._computed, self._downloaded = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
-
-    def upload(self, changes: IntArray) -> Tensor:
-        """See Lane."""
-        count = changes.size
-        self._sent.numpy()[:count] = changes.ravel()
-        with torch.cuda.stream(self._up):
-            self._received[:count].copy_(self._sent[:count], non_blocking=True)
-            self._uploaded.record()
-        self._uploaded.wait()
-        return self._received[:count].view(2, -1)
-
-    def download(self, sampled: Tensor) -> None:
-        """See Lane. The next step may overwrite `sampled` at once."""
-        self._sampled.copy_(sampled)
-        self._computed.record()
-        with torch.cuda.stream(self._down):
-            self._computed.wait()
-            self._host.copy_(self._sampled, non_blocking=True)
-            self._downloaded.record()
-
-    def wait(self) -> IntArray:
-        """See Lane."""
-        self._downloaded.synchronize()
-        values: IntArray = self._host.numpy()
-        return values
-
-
-def cuda_lanes(most_changes: int, rows: int, device: torch.device) -> Lanes:
-    """One more than a scheduler may have steps out."""
-    streams = tuple(torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-    return Lanes([CudaLane(most_changes, rows, device, streams) for _ in range(DEPTH_LIMIT + 1)])

@@ -16,22 +16,24 @@ from rich.console import Console
 from rich.progress import track
 
 from worker_svc.runner.batch import Limits
-from worker_svc.runner.buckets import mixed_buckets, row_buckets, smallest
+from worker_svc.runner.buckets import mixed_buckets, mixed_rows, row_buckets, smallest
 from worker_svc.runner.step_kernels import StepKernels
 
 _log = structlog.get_logger(__name__)
 
-_Key: TypeAlias = tuple[str, int, int]  # a part of a step and its size
+_Key: TypeAlias = tuple[str, int, int]  # a program, its rows or tokens, and narrow or its rows
 
 
 class Programs:
-    """Runs a step in two parts: what gives logits, and what samples from them."""
+    """A decode step is one program. A mixed step is two, since its sampling depends on the rows alone: what gives
+    logits, and what samples from them."""
 
     def __init__(self, kernels: StepKernels, limits: Limits, *, mixed: bool) -> None:
         """`mixed`: whether steps of rows of any length can be captured."""
         self._kernels = kernels
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._rows = row_buckets(limits.max_num_seqs)
+        self._mixed_rows = mixed_rows(limits.max_num_seqs)
         self._mixed = mixed_buckets(limits.max_num_batched_tokens, limits.max_num_seqs) if mixed else []
 
     @property
@@ -63,27 +65,28 @@ class Programs:
         """The bucket of decode rows."""
         return smallest(self._rows, rows)
 
-    def decode(self, rows: int) -> None:
-        """Logits of a bucket that decode_size gave."""
-        self._run(("decode", rows, 0))
+    def decode(self, rows: int, *, narrow: bool) -> None:
+        """A whole step of a bucket that decode_size gave. `narrow`: see StepKernels.sample."""
+        self._run(("decode", rows, narrow))
 
     def mixed_size(self, tokens: int, rows: int) -> tuple[int, int]:
-        """The bucket of a mixed step."""
-        return next(bucket for bucket in self._mixed if bucket[0] >= tokens and bucket[1] >= rows)
+        """The bucket of a mixed step; its tokens are not padded where such steps are not captured."""
+        rows = smallest(self._mixed_rows, rows)
+        return next((bucket for bucket in self._mixed if bucket[0] >= tokens and bucket[1] >= rows), (tokens, rows))
 
     def mixed(self, bucket: tuple[int, int]) -> None:
         """Logits of a bucket that mixed_size gave."""
         self._run(("mixed", *bucket))
 
     def sample(self, rows: int, *, narrow: bool) -> None:
-        """Tokens from the logits of so many rows. `narrow`: see StepKernels.sample."""
+        """Tokens from the logits of the rows of a bucket that mixed_size gave. `narrow`: see StepKernels.sample."""
         self._run(("sample", rows, narrow))
 
     def _keys(self) -> list[_Key]:
-        rows = list(reversed(self._rows))
-        samples: list[_Key] = [("sample", count, narrow) for count in rows for narrow in (False, True)]
         mixed: list[_Key] = [("mixed", *bucket) for bucket in reversed(self._mixed)]
-        return [*mixed, *(("decode", count, 0) for count in rows), *samples]
+        decode = [("decode", rows, narrow) for rows in reversed(self._rows) for narrow in (True, False)]
+        sample = [("sample", rows, narrow) for rows in reversed(self._mixed_rows) for narrow in (True, False)]
+        return [*mixed, *decode, *sample]
 
     def _run(self, key: _Key) -> None:
         graph = self._graphs.get(key)
@@ -95,10 +98,14 @@ class Programs:
     def _call(self, key: _Key) -> Callable[[], None]:
         part, size, other = key
         if part == "decode":
-            return partial(self._kernels.decode, size)
+            return partial(self._decode, size, bool(other))
         if part == "mixed":
             return partial(self._kernels.mixed, size, other)
         return partial(self._kernels.sample, size, bool(other))
+
+    def _decode(self, rows: int, narrow: bool) -> None:
+        self._kernels.decode(rows)
+        self._kernels.sample(rows, narrow)
 
 
 def _captured(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:

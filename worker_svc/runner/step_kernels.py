@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from worker_svc.kernels.choose import choose_tokens
+from worker_svc.kernels.deliver import Ring, deliver
 from worker_svc.kernels.gumbel import gumbel_candidates
 from worker_svc.kernels.parts import cut_rows
 from worker_svc.kernels.prepare import TokenInputs, append_tokens, prepare_decode
 from worker_svc.kernels.prepare_mixed import RowInputs, prepare_mixed
+from worker_svc.kernels.scatter import scatter
 from worker_svc.kernels.top_k import top_candidates
 from worker_svc.layers.attention import ForwardInputs, StepAttention
 from worker_svc.layers.flash_attention import FlashAttention
@@ -52,12 +54,14 @@ class StepKernels:
         state: DeviceState,
         limits: Limits,
         attention: GpuAttention,
+        ring: Ring,
     ) -> None:
         self._model = model
         self._cache = cache
         self._state = state
         self._block_size = limits.block_size
         self._attention = attention
+        self._ring = ring
         device, weight = state.values.device, model.head.weight
         slots = limits.max_num_seqs
         tokens = max(limits.max_num_batched_tokens, slots)
@@ -72,6 +76,10 @@ class StepKernels:
         """[S, tokens of this rank]: one row per row of the step."""
         self.sampled = torch.zeros(2, slots, dtype=torch.int32, device=device)
         """Token ids, and 1 where a row failed."""
+
+    def update(self, changes: Tensor) -> None:
+        """Brings changes, [2, n] as DeviceState.take_changes gives them, into the state."""
+        scatter(changes, out=self._state.values)
 
     def decode(self, rows: int) -> None:
         """Logits of rows of one token each, the last sampled one of their slots."""
@@ -116,7 +124,8 @@ class StepKernels:
         self._head(hidden.index_select(0, row_inputs.last_index))
 
     def sample(self, rows: int, narrow: bool) -> None:
-        """Samples from the logits where a row reaches its sequence's end, and takes the tokens into the state.
+        """Samples from the logits where a row reaches its sequence's end, takes the tokens into the state, and writes
+        them to the host.
 
         `narrow`: whether some rows sample from their top 64 tokens or fewer.
         """
@@ -135,6 +144,7 @@ class StepKernels:
             pdl=pdl,
         )
         append_tokens(slots, tokens, self._state.slots, pdl=pdl)
+        deliver(self.sampled, rows, self._ring, pdl=pdl)
 
     def _first_tokens(self, count: int) -> TokenInputs:
         all_tokens = self._tokens
