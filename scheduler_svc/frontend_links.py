@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
 
-from scheduler_svc.core import Ended, Request, StepOutputs
+from scheduler_svc.core import CacheChange, CacheChanges, Ended, HashedBlock, Request, StepOutputs
 from shared.errors import ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
@@ -21,6 +21,8 @@ from shared.wire import pack, unpack
 
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
+MOST_CHANGES = 1024
+"""Changes of a cache in one message: a block of 256 tokens is a kilobyte."""
 
 _log = structlog.get_logger(__name__)
 
@@ -42,6 +44,12 @@ class FrontendListener(Protocol):
 
     def mask_ready(self, key: int, position: int, allowed: bytes) -> None:
         """The tokens that a constrained sequence may sample next."""
+
+    def watch_cache(self, peer: int, watch: bool) -> None:
+        """A frontend begins or ends following what is cached."""
+
+    def flush_cache(self) -> bool:
+        """Forgets what is cached, unless a request is live; whether it did."""
 
     def left(self, peer: int) -> None:
         """A frontend is gone, with all its sequences."""
@@ -94,12 +102,17 @@ class FrontendLinks:
                 self._listener.cancel(_key(peer, message.cancel.handle))
             case "abort_by_id":
                 question = message.abort_by_id
-                answer = core_pb2.AbortAnswer(question=question.question)
-                answer.found = self._listener.abort_by_id(question.request_id)
-                self._send(peer, core_pb2.CoreMessage(abort_answer=answer))
+                self._answer(peer, question.question, self._listener.abort_by_id(question.request_id))
             case "mask_ready":
                 mask = message.mask_ready
                 self._listener.mask_ready(_key(peer, mask.handle), mask.position, mask.allowed)
+            case "watch_cache":
+                self._listener.watch_cache(peer, message.watch_cache.watch)
+            case "flush_cache":
+                self._answer(peer, message.flush_cache.question, self._listener.flush_cache())
+
+    def _answer(self, peer: int, question: int, yes: bool) -> None:
+        self._send(peer, core_pb2.CoreMessage(answer=core_pb2.Answer(question=question, yes=yes)))
 
     def _submit(self, key: int, submit: core_pb2.Submit) -> None:
         try:
@@ -132,6 +145,13 @@ class FrontendLinks:
             batch.ended.append(_ended(ended))
         for peer, batch in batches.items():
             self._send(peer, core_pb2.CoreMessage(tokens=batch))
+
+    def tell_cache(self, peer: int, news: CacheChanges) -> None:
+        """Tells one frontend what came into a group's cache, or left it."""
+        for start in range(0, len(news.changes) or 1, MOST_CHANGES):
+            message = core_pb2.CacheNews(group=news.group, cleared=news.cleared and not start)
+            message.changes.extend(map(_cache_change, news.changes[start : start + MOST_CHANGES]))
+            self._send(peer, core_pb2.CoreMessage(cache_news=message))
 
     def end(self, key: int, error: TandemError) -> None:
         """Tells a sequence's frontend that it failed."""
@@ -192,6 +212,19 @@ def _ended(ended: Ended) -> core_pb2.Ended:
         assert ended.stop_token_id is not None, "a stop token ended it"
         message.stop_token_id = ended.stop_token_id
     return message
+
+
+def _cache_change(change: CacheChange) -> core_pb2.CacheChange:
+    if not isinstance(change, HashedBlock):
+        return core_pb2.CacheChange(block=_name(change))
+    message = core_pb2.CacheChange(block=_name(change.digest), token_ids=change.content)
+    if change.parent:
+        message.parent = _name(change.parent)
+    return message
+
+
+def _name(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little")
 
 
 def failure(error: TandemError) -> core_pb2.Failure:

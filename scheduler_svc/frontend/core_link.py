@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import structlog
@@ -30,6 +31,16 @@ _LITTLE_UINT32 = np.dtype("<u4")
 _log = structlog.get_logger(__name__)
 
 
+class CacheListener(Protocol):
+    """Who follows what is cached."""
+
+    def cache_news(self, news: core_pb2.CacheNews) -> None:
+        """Something came into a group's cache, or left it."""
+
+    def cache_lost(self) -> None:
+        """The core is gone; its successor begins with nothing."""
+
+
 class CoreLink:
     """What the frontend knows of the core and asks of it."""
 
@@ -43,6 +54,7 @@ class CoreLink:
         self._last_handle = 0
         self._questions: dict[int, asyncio.Future[bool]] = {}
         self._last_question = 0
+        self._cache_listener: CacheListener | None = None
         self._model = core_pb2.ServedModel()
         self._ready = asyncio.Event()
         self.state: core_pb2.CoreState | None = None
@@ -78,6 +90,8 @@ class CoreLink:
             sample.submission.again = True
             self._send(core_pb2.FrontendMessage(submit=sample.submission))
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
+        if self._cache_listener is not None:
+            self._send(core_pb2.FrontendMessage(watch_cache=core_pb2.WatchCache(watch=True)))
         while (payload := await read_message(reader)) is not None:
             started = time.perf_counter()
             self._handle(core_pb2.CoreMessage.FromString(payload))
@@ -88,6 +102,8 @@ class CoreLink:
         self.state = None
         self._ready.clear()
         self.changed.set()
+        if self._cache_listener is not None:
+            self._cache_listener.cache_lost()
         questions, self._questions = self._questions, {}
         for answer in questions.values():
             if not answer.done():
@@ -134,16 +150,35 @@ class CoreLink:
     async def abort(self, request_id: str) -> bool:
         """Ends a request by its public id, on whatever frontend it is. Whether there was one."""
         await self.ready()
+        question = self._new_question()
+        by_id = core_pb2.AbortById(question=question, request_id=request_id)
+        return await self._ask(question, core_pb2.FrontendMessage(abort_by_id=by_id))
+
+    async def flush_cache(self) -> bool:
+        """Has every cached prefix forgotten; False while a request is live anywhere."""
+        await self.ready()
+        question = self._new_question()
+        flush = core_pb2.FlushCache(question=question)
+        return await self._ask(question, core_pb2.FrontendMessage(flush_cache=flush))
+
+    def _new_question(self) -> int:
         self._last_question = self._last_question % _MAX_HANDLE + 1
-        question = self._last_question
+        return self._last_question
+
+    async def _ask(self, question: int, message: core_pb2.FrontendMessage) -> bool:
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._questions[question] = answer
-        by_id = core_pb2.AbortById(question=question, request_id=request_id)
-        self._send(core_pb2.FrontendMessage(abort_by_id=by_id))
+        self._send(message)
         try:
             return await answer
         finally:
             self._questions.pop(question, None)
+
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        """Begins telling the listener what is cached, from the beginning; None ends it."""
+        self._cache_listener = listener
+        watch = core_pb2.WatchCache(watch=listener is not None)
+        self._send(core_pb2.FrontendMessage(watch_cache=watch))
 
     @property
     def held(self) -> int:
@@ -172,10 +207,12 @@ class CoreLink:
             self._deliver(message.tokens)
         elif kind == "state":
             self._set_state(message.state)
-        elif kind == "abort_answer":
-            answer = self._questions.get(message.abort_answer.question)
+        elif kind == "answer":
+            answer = self._questions.get(message.answer.question)
             if answer is not None and not answer.done():
-                answer.set_result(message.abort_answer.found)
+                answer.set_result(message.answer.yes)
+        elif kind == "cache_news" and self._cache_listener is not None:
+            self._cache_listener.cache_news(message.cache_news)
 
     def _set_state(self, state: core_pb2.CoreState) -> None:
         self.state = state

@@ -6,7 +6,7 @@ Converts protobuf at this edge. Errors are raised by kind and become status code
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import structlog
@@ -47,7 +47,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._draining = True
         await self._idle.wait()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
         self._refuse_if_draining()
         record = _Record(request.request_id or uuid.uuid4().hex)
         self.live += 1

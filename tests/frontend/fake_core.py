@@ -113,7 +113,7 @@ class FakeCore:
         mine = [submit for submit in self.submits if submit.request_id == question.request_id]
         for submit in mine:
             self.give(submit, (), failed(1, "aborted by its id"))
-        self._send(core_pb2.CoreMessage(abort_answer={"question": question.question, "found": bool(mine)}))  # type: ignore[arg-type]
+        self._send(core_pb2.CoreMessage(answer={"question": question.question, "yes": bool(mine)}))  # type: ignore[arg-type]
 
     def tell(self, state: core_pb2.CoreState) -> None:
         """Sends a state and keeps it for the next connection."""
