@@ -102,17 +102,18 @@ class FrontendLinks:
                 self._listener.cancel(_key(peer, message.cancel.handle))
             case "abort_by_id":
                 question = message.abort_by_id
-                self._answer(peer, question.question, self._listener.abort_by_id(question.request_id))
+                answer = core_pb2.AbortAnswer(question=question.question)
+                answer.found = self._listener.abort_by_id(question.request_id)
+                self._send(peer, core_pb2.CoreMessage(abort_answer=answer))
             case "mask_ready":
                 mask = message.mask_ready
                 self._listener.mask_ready(_key(peer, mask.handle), mask.position, mask.allowed)
             case "watch_cache":
                 self._listener.watch_cache(peer, message.watch_cache.watch)
             case "flush_cache":
-                self._answer(peer, message.flush_cache.question, self._listener.flush_cache())
-
-    def _answer(self, peer: int, question: int, yes: bool) -> None:
-        self._send(peer, core_pb2.CoreMessage(answer=core_pb2.Answer(question=question, yes=yes)))
+                number, flushed = message.flush_cache.question, self._listener.flush_cache()
+                told = core_pb2.FlushAnswer(question=number, flushed=flushed)
+                self._send(peer, core_pb2.CoreMessage(flush_answer=told))
 
     def _submit(self, key: int, submit: core_pb2.Submit) -> None:
         try:

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -52,7 +52,7 @@ class CoreLink:
         self._live: dict[int, Sample] = {}
         self._handles: dict[Sample, int] = {}
         self._last_handle = 0
-        self._questions: dict[int, asyncio.Future[bool]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._last_question = 0
         self._cache_listener: CacheListener | None = None
         self._model = core_pb2.ServedModel()
@@ -149,30 +149,27 @@ class CoreLink:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request by its public id, on whatever frontend it is. Whether there was one."""
-        await self.ready()
-        question = self._new_question()
-        by_id = core_pb2.AbortById(question=question, request_id=request_id)
-        return await self._ask(question, core_pb2.FrontendMessage(abort_by_id=by_id))
+        answer = await self._ask(core_pb2.FrontendMessage(abort_by_id=core_pb2.AbortById(request_id=request_id)))
+        return bool(answer.found)
 
     async def flush_cache(self) -> bool:
         """Has every cached prefix forgotten; False while a request is live anywhere."""
+        answer = await self._ask(core_pb2.FrontendMessage(flush_cache=core_pb2.FlushCache()))
+        return bool(answer.flushed)
+
+    async def _ask(self, message: core_pb2.FrontendMessage) -> Any:
+        """The core's answer to a question, which gets its number here. Raises Unavailable where the core dies first."""
         await self.ready()
-        question = self._new_question()
-        flush = core_pb2.FlushCache(question=question)
-        return await self._ask(question, core_pb2.FrontendMessage(flush_cache=flush))
-
-    def _new_question(self) -> int:
-        self._last_question = self._last_question % _MAX_HANDLE + 1
-        return self._last_question
-
-    async def _ask(self, question: int, message: core_pb2.FrontendMessage) -> bool:
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._questions[question] = answer
+        self._last_question = number = self._last_question % _MAX_HANDLE + 1
+        kind = message.WhichOneof("kind")
+        assert kind is not None
+        getattr(message, kind).question = number
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
         self._send(message)
         try:
             return await answer
         finally:
-            self._questions.pop(question, None)
+            self._questions.pop(number, None)
 
     def watch_cache(self, listener: CacheListener | None) -> None:
         """Begins telling the listener what is cached, from the beginning; None ends it."""
@@ -207,12 +204,17 @@ class CoreLink:
             self._deliver(message.tokens)
         elif kind == "state":
             self._set_state(message.state)
-        elif kind == "answer":
-            answer = self._questions.get(message.answer.question)
-            if answer is not None and not answer.done():
-                answer.set_result(message.answer.yes)
+        elif kind == "abort_answer":
+            self._answered(message.abort_answer)
+        elif kind == "flush_answer":
+            self._answered(message.flush_answer)
         elif kind == "cache_news" and self._cache_listener is not None:
             self._cache_listener.cache_news(message.cache_news)
+
+    def _answered(self, answer: core_pb2.AbortAnswer | core_pb2.FlushAnswer) -> None:
+        waiting = self._questions.get(answer.question)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _set_state(self, state: core_pb2.CoreState) -> None:
         self.state = state

@@ -317,7 +317,8 @@ class CoreMessage(_message.Message):
 
     STATE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    ANSWER_FIELD_NUMBER: _builtins.int
+    ABORT_ANSWER_FIELD_NUMBER: _builtins.int
+    FLUSH_ANSWER_FIELD_NUMBER: _builtins.int
     CACHE_NEWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def state(self) -> Global___CoreState:
@@ -328,8 +329,12 @@ class CoreMessage(_message.Message):
         """What one step gave to this frontend's sequences."""
 
     @_builtins.property
-    def answer(self) -> Global___Answer:
-        """The answer to AbortById or FlushCache."""
+    def abort_answer(self) -> Global___AbortAnswer:
+        """The answer to AbortById."""
+
+    @_builtins.property
+    def flush_answer(self) -> Global___FlushAnswer:
+        """The answer to FlushCache."""
 
     @_builtins.property
     def cache_news(self) -> Global___CacheNews:
@@ -340,14 +345,15 @@ class CoreMessage(_message.Message):
         *,
         state: Global___CoreState | None = ...,
         tokens: Global___TokenBatch | None = ...,
-        answer: Global___Answer | None = ...,
+        abort_answer: Global___AbortAnswer | None = ...,
+        flush_answer: Global___FlushAnswer | None = ...,
         cache_news: Global___CacheNews | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cache_news", b"cache_news", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "cache_news", b"cache_news", "flush_answer", b"flush_answer", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "cache_news", b"cache_news", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "cache_news", b"cache_news", "flush_answer", b"flush_answer", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "answer", "cache_news"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer", "flush_answer", "cache_news"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -633,30 +639,56 @@ class Failure(_message.Message):
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
-class Answer(_message.Message):
-    """The answer to a question."""
+class AbortAnswer(_message.Message):
+    """The answer to AbortById."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     QUESTION_FIELD_NUMBER: _builtins.int
-    YES_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
     question: _builtins.int
     """The question's number."""
-    yes: _builtins.bool
-    """AbortById: a live request had this id. FlushCache: nothing is cached any more."""
+    found: _builtins.bool
+    """Whether a live request had this id."""
     def __init__(
         self,
         *,
         question: _builtins.int = ...,
-        yes: _builtins.bool = ...,
+        found: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "yes", b"yes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "question", b"question"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Answer: _TypeAlias = Answer  # noqa: Y015
+Global___AbortAnswer: _TypeAlias = AbortAnswer  # noqa: Y015
+
+@_typing.final
+class FlushAnswer(_message.Message):
+    """The answer to FlushCache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    FLUSHED_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """The question's number."""
+    flushed: _builtins.bool
+    """Whether no request was live."""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        flushed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flushed", b"flushed", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushAnswer: _TypeAlias = FlushAnswer  # noqa: Y015
 
 @_typing.final
 class CacheNews(_message.Message):

@@ -113,8 +113,8 @@ class FakeCore:
             self.watched.append(message.watch_cache.watch)
         elif kind == "flush_cache":
             self.refused_flushes -= 1
-            answer = core_pb2.Answer(question=message.flush_cache.question, yes=self.refused_flushes < 0)
-            self._send(core_pb2.CoreMessage(answer=answer))
+            answer = core_pb2.FlushAnswer(question=message.flush_cache.question, flushed=self.refused_flushes < 0)
+            self._send(core_pb2.CoreMessage(flush_answer=answer))
 
     def _abort(self, question: core_pb2.AbortById) -> None:
         self.aborted.append(question.request_id)
@@ -123,7 +123,7 @@ class FakeCore:
         mine = [submit for submit in self.submits if submit.request_id == question.request_id]
         for submit in mine:
             self.give(submit, (), failed(1, "aborted by its id"))
-        self._send(core_pb2.CoreMessage(answer={"question": question.question, "yes": bool(mine)}))  # type: ignore[arg-type]
+        self._send(core_pb2.CoreMessage(abort_answer={"question": question.question, "found": bool(mine)}))  # type: ignore[arg-type]
 
     def tell(self, state: core_pb2.CoreState) -> None:
         """Sends a state and keeps it for the next connection."""
