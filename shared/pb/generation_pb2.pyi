@@ -95,7 +95,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def output_token_ids(self) -> Global___TokenIds:
-        """Continue after these output tokens, received earlier for the same prompt and seed. Requires n = 1."""
+        """Continue after these output tokens, received earlier for the same prompt and seed. Requires n = 1. What is told of
+        the prompt came before them and is not told again.
+        """
 
     @_builtins.property
     def output(self) -> Global___OutputParams:
@@ -371,7 +373,7 @@ class OutputParams(_message.Message):
     sampled token alone. Unset: none. Natural logarithms of softmax(logits), before anything that SamplingParams says.
     """
     prompt_logprobs: _builtins.int
-    """The same for the tokens of the prompt, in the responses of the first sample, before its first token. Within
+    """The same for the tokens of the prompt, in responses of the first sample, before its first token or with it. Within
     [0, 20]. The prompt is then computed whole, without cached K/V. Unset: none.
     """
     echo: _builtins.bool
@@ -491,14 +493,12 @@ class GenerateResponse(_message.Message):
         """Set in the last response of each sample."""
 
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """One for each of token_ids, if OutputParams.logprobs asked for them."""
 
     @_builtins.property
-    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Of the prompt's next tokens: concatenated in order they are those of all its tokens. What comes with them or before
-        them has no token_ids.
-        """
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """Of the prompt's next tokens: concatenated in order they are those of all its tokens."""
 
     @_builtins.property
     def echo(self) -> Global___EchoedPrompt:
@@ -514,8 +514,8 @@ class GenerateResponse(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish: Global___Finish | None = ...,
         usage: Global___Usage | None = ...,
-        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
-        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         echo: Global___EchoedPrompt | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "finish", b"finish", "usage", b"usage"]  # noqa: Y015
@@ -527,38 +527,8 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
-class TokenLogprobs(_message.Message):
-    """One token, how likely it was, and what else was likely in its place."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKEN_FIELD_NUMBER: _builtins.int
-    TOP_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def token(self) -> Global___TokenLogprob:
-        """The token."""
-
-    @_builtins.property
-    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """The most likely tokens, the likeliest first; as many as were asked for. May include `token`."""
-
-    def __init__(
-        self,
-        *,
-        token: Global___TokenLogprob | None = ...,
-        top: _abc.Iterable[Global___TokenLogprob] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "top", b"top"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
-
-@_typing.final
 class TokenLogprob(_message.Message):
-    """A token and how likely it was."""
+    """A token, how likely it was, and what else was likely in its place."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -567,6 +537,7 @@ class TokenLogprob(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id."""
     text: _builtins.str
@@ -577,6 +548,10 @@ class TokenLogprob(_message.Message):
     """Natural logarithm of its probability. Unset for the first token of a prompt, which nothing precedes."""
     rank: _builtins.int
     """One more than the number of tokens that were likelier. 0 where logprob is unset."""
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """The most likely tokens in its place, the likeliest first; as many as were asked for. It may be one of them."""
+
     def __init__(
         self,
         *,
@@ -585,10 +560,11 @@ class TokenLogprob(_message.Message):
         bytes: _builtins.bytes = ...,
         logprob: _builtins.float | None = ...,
         rank: _builtins.int = ...,
+        top_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "bytes", b"bytes", "logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "bytes", b"bytes", "logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
