@@ -42,15 +42,15 @@ def parameters(settings: type[Any], *, without: Iterable[str] = (), optional: bo
 def request_parameters(options: type[Any], names: Iterable[str]) -> list[inspect.Parameter]:
     """One keyword parameter for each of the named keys of a TypedDict; None where it is not given."""
     hints, helps = get_type_hints(options), _field_docstrings(options)
-    return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[_request_type(hints[name]) | None, typer.Option(help=helps[name], show_default=False)],
-            default=None,
-        )
-        for name in names
-    ]
+    result = []
+    for name in names:
+        kind, text = _request_type(hints[name]), helps[name]
+        if kind not in (int, float, bool):
+            text += " As ID=VALUE;" if name == "logit_bias" else ""
+            text += " repeat the option for several."
+        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]
+        result.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=None))
+    return result
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:

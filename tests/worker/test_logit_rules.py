@@ -106,8 +106,7 @@ def test_cached_equals_cold(planner: Planner, rules: dict[str, LogitRules], name
     assert planner.generate(1, COUNT) == expected
 
 
-@pytest.mark.parametrize("done", [1, 6, COUNT - 1])
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize(("temperature", "done"), [(1.2, 6), (0.0, COUNT - 3)])
 def test_replayed_equals_undisturbed(
     planner: Planner, rules: dict[str, LogitRules], temperature: float, done: int
 ) -> None:
