@@ -48,7 +48,7 @@ def request_parameters(options: type[Any], names: Iterable[str]) -> list[inspect
         if kind not in (int, float, bool):
             text += " As ID=VALUE;" if name == "logit_bias" else ""
             text += " repeat the option for several."
-        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]
+        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
         result.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=None))
     return result
 

@@ -5,7 +5,7 @@ import numpy as np
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.request import Request
 from shared.errors import InvalidRequest
-from shared.logit_rules import LogitRules
+from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import IntArray
 
 
@@ -79,7 +79,8 @@ class Limits:
             raise InvalidRequest("min_tokens", f"must be at least 0, not {request.min_tokens}")
         if request.max_tokens is not None and request.min_tokens > request.max_tokens:
             raise InvalidRequest("min_tokens", f"is {request.min_tokens}, above max_tokens of {request.max_tokens}")
-        self._check_rules(request.rules)
+        if request.rules is not NO_RULES:
+            self._check_rules(request.rules)
 
     def _check_rules(self, rules: LogitRules) -> None:
         named = {"bias": [token for token, _ in rules.bias], "bad_words": [i for word in rules.bad_words for i in word]}

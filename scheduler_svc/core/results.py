@@ -4,7 +4,7 @@ import numpy as np
 
 from scheduler_svc.core.group import Group, PendingPlan
 from scheduler_svc.core.lifecycle import Lifecycle
-from scheduler_svc.core.logprobs import TokenLogprobs
+from scheduler_svc.core.logprobs import NO_LOGPROBS, TokenLogprobs
 from scheduler_svc.core.outputs import StepOutputs
 from scheduler_svc.core.request import Sequence
 from shared.errors import ProtocolError, RequestFailed
@@ -19,9 +19,10 @@ def apply_result(group: Group, result: StepResult, life: Lifecycle) -> StepOutpu
     group.answered = plan.step_id
     group.draining = result.draining
     failed = [_fail(group, plan, row, life) for row in result.failed_rows.tolist()].count(True)
-    _tell_prompts(group, plan, result.prompt_logprobs, life)
+    if plan.prompt_rows:
+        _tell_prompts(group, plan, result.prompt_logprobs, life)
     slots, keys, token_ids = plan.slots, plan.keys, result.token_ids
-    logprobs = TokenLogprobs(plan.logprob_sizes, result.logprobs)
+    logprobs = TokenLogprobs(plan.logprob_sizes, result.logprobs) if result.logprobs else NO_LOGPROBS
     if plan.departures != batch.departures:
         fresh = batch.generations[slots] == plan.generations
         life.counters.stale_rows += len(slots) - int(np.count_nonzero(fresh)) - failed
@@ -63,15 +64,19 @@ def _checked(group: Group, result: StepResult) -> tuple[PendingPlan, IntArray]:
         stops = group.batch.stop_counts.take(result.token_ids.view(np.uint32))  # a negative id is out of range too
     except IndexError:
         raise ProtocolError(f"result of step {result.step_id} has a token outside the vocabulary") from None
-    for name, expected in (
-        ("logprobs", int(plan.logprob_sizes.sum())),
-        ("prompt_logprobs", sum(row.size for row in plan.prompt_rows)),
-    ):
-        if len(getattr(result, name)) != expected:
-            raise ProtocolError(f"result of step {result.step_id} has not {expected} bytes of {name}")
+    _check_logprobs(plan, result)
     if not all(0 <= row < len(plan.slots) for row in result.failed_rows.tolist()):
         raise ProtocolError(f"result of step {result.step_id} has failed rows that are not in the plan")
     return plan, stops
+
+
+def _check_logprobs(plan: PendingPlan, result: StepResult) -> None:
+    expected = int(plan.logprob_sizes.sum()) if plan.logprob_sizes.size else 0
+    if len(result.logprobs) != expected:
+        raise ProtocolError(f"result of step {result.step_id} has not {expected} bytes of logprobs")
+    expected = sum(row.size for row in plan.prompt_rows) if plan.prompt_rows else 0
+    if len(result.prompt_logprobs) != expected:
+        raise ProtocolError(f"result of step {result.step_id} has not {expected} bytes of prompt_logprobs")
 
 
 def _end_if_over(sequence: Sequence, token: int, known: int, life: Lifecycle) -> None:

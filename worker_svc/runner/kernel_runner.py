@@ -7,24 +7,23 @@ Where the same rows decode again, the device knows all of the next step: it is o
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shared.types import StepPlan
-from worker_svc.kernels.candidates import MAX_TOP_K
 from worker_svc.layers.attention import TorchAttention
 from worker_svc.layers.kv_cache import KVCache
 from worker_svc.runner.batch import BatchState
-from worker_svc.runner.device_state import MAX_SUPPRESSED, DeviceState
+from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.lanes import Lane, Lanes, LaneTokens
+from worker_svc.runner.launch import Launch, Logged, Others, launch_of
 from worker_svc.runner.outcome import NO_LOGPROBS, StepLogprobs, StepTokens
 from worker_svc.runner.programs import Programs
 from worker_svc.runner.prompt_logprobs import PromptChunk
-from worker_svc.runner.row_sampler import RowSampler, logged_rows
+from worker_svc.runner.row_sampler import RowSampler
 from worker_svc.runner.runner import PendingTokens
 from worker_svc.runner.step_kernels import GpuAttention, StepKernels
-from worker_svc.step_inputs import LongArray, SamplingInputs, StepRows
+from worker_svc.step_inputs import LongArray, StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +33,6 @@ class NoTokens:
     def to_host(self) -> StepTokens:
         """Nothing."""
         return StepTokens()
-
-
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """Rows that sample in a way that the kernels don't know."""
-
-    rows: LongArray
-    """Which of the step's rows."""
-    sampling: SamplingInputs
-
-
-@dataclass(frozen=True, slots=True)
-class _Logged:
-    """Rows that asked for logprobs."""
-
-    rows: Tensor
-    """[n]: which of the step's rows, on the device."""
-    num_top: LongArray
-    """[n]: for how many most likely tokens each asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """What runs for the rows of a step."""
-
-    bucket: tuple[int, int]
-    """Tokens and rows."""
-    narrow: bool
-    """Whether some rows sample from their top 64 tokens or fewer."""
-    others: _Others | None
-    logged: _Logged | None
 
 
 class KernelRunner:
@@ -92,7 +60,7 @@ class KernelRunner:
         self._device = state.values.device
         self._torch_attention = TorchAttention(self._device)
         self._flash = attention.flash is not None
-        self._last: _Launch | None = None
+        self._last: Launch | None = None
 
     def open_epoch(self) -> None:
         """See Runner."""
@@ -122,7 +90,7 @@ class KernelRunner:
             if launch.others is not None:
                 self._sample_others(launch.others)
                 lane.sampled.copy_(self._kernels.sampled, non_blocking=True)
-            logprobs = replace(self._logprobs(launch.logged), prompt=prompt).sent()
+            logprobs = self._logprobs(launch.logged, prompt)
             lane.done.record()
         except BaseException:
             self._lanes.give_back()
@@ -144,26 +112,18 @@ class KernelRunner:
         finally:
             self._lanes.give_back()
 
-    def _launch_of(self, rows: StepRows) -> _Launch:
+    def _launch_of(self, rows: StepRows) -> Launch:
         """As for the step before, where nothing that matters has changed."""
         last = self._last
         if last is None or not rows.repeated or rows.masks or last.others is not None:
             last = self._last = self._prepare(rows)
         return last
 
-    def _prepare(self, rows: StepRows) -> _Launch:
+    def _prepare(self, rows: StepRows) -> Launch:
         """Sees to it that the device gets to know the rows."""
         self._state.set_rows(rows.slots)
         bucket = self._decode_bucket(rows) if rows.decodes else self._mixed_bucket(rows)
-        sampling = self.batch.sampling(rows)
-        narrow = bool((sampling.filtered & (sampling.top_k <= MAX_TOP_K)).any())
-        numbers, others, logged = np.flatnonzero(rows.samples), _others(sampling), logged_rows(sampling)
-        return _Launch(
-            bucket,
-            narrow,
-            _Others(numbers[others], sampling.select(others)) if len(others) else None,
-            _Logged(self._to_device(numbers[logged]), sampling.logprobs[logged]) if len(logged) else None,
-        )
+        return launch_of(rows, self.batch.sampling(rows), bucket, self._device)
 
     def _decode_bucket(self, rows: StepRows) -> tuple[int, int]:
         size = self._programs.decode_size(len(rows.slots))
@@ -175,7 +135,7 @@ class KernelRunner:
         self._state.set_tokens(rows.starts, rows.cu_seqlens, token_ids, bucket[1])
         return bucket
 
-    def _run(self, rows: StepRows, launch: _Launch) -> tuple[Tensor, ...]:
+    def _run(self, rows: StepRows, launch: Launch) -> tuple[Tensor, ...]:
         """To the tokens of the rows that the kernels can sample; logprobs of prompts."""
         if rows.decodes:
             self._programs.decode(launch.bucket[1], narrow=launch.narrow)
@@ -192,13 +152,14 @@ class KernelRunner:
         attention = None if self._flash else self._torch_attention.prepare(self.batch.inputs(rows))
         return self._sampler.prompts.compute(prompts, self._kernels.mixed(*bucket, attention))
 
-    def _logprobs(self, logged: _Logged | None) -> StepLogprobs:
+    def _logprobs(self, logged: Logged | None, prompt: tuple[Tensor, ...]) -> StepLogprobs:
         if logged is None:
-            return NO_LOGPROBS
+            return StepLogprobs(prompt=prompt).sent() if prompt else NO_LOGPROBS
         tokens = self._kernels.sampled[0, logged.rows].long()
-        return self._sampler.logprobs(self._kernels.logits[logged.rows], tokens, logged.num_top)
+        logprobs = self._sampler.logprobs(self._kernels.logits[logged.rows], tokens, logged.num_top)
+        return replace(logprobs, prompt=prompt).sent()
 
-    def _sample_others(self, others: _Others) -> None:
+    def _sample_others(self, others: Others) -> None:
         """They take their tokens from torch instead."""
         rows, slots = self._to_device(others.rows), self._to_device(others.sampling.slots)
         sampled = self._sampler.sample(self._kernels.logits[rows], others.sampling)
@@ -208,14 +169,3 @@ class KernelRunner:
 
     def _to_device(self, values: LongArray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-def _others(sampling: SamplingInputs) -> LongArray:
-    """The sampling rows that need a whole distribution, a mask, logit rules, or more suppressed tokens than the
-    kernels know."""
-    other = sampling.filtered & ~((sampling.top_k > 0) & (sampling.top_k <= MAX_TOP_K)) | sampling.ruled
-    other[[row for row, _ in sampling.masks]] = True
-    if len(sampling.suppressed):
-        other |= np.bincount(sampling.suppressed[:, 0], minlength=len(other)) > MAX_SUPPRESSED
-    rows: LongArray = np.flatnonzero(other)
-    return rows

@@ -36,6 +36,8 @@ class TokenHistory:
 
     def tell(self, rows: StepRows) -> None:
         """The tokens that a plan told."""
+        if not self._num_rows or not len(rows.token_ids):
+            return
         slots = np.repeat(rows.slots, rows.known)
         kept = self._row_of[slots] >= 0
         if kept.any():
