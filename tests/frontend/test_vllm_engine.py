@@ -50,7 +50,7 @@ def test_a_stream_carries_deltas_and_one_last_message(model: Path) -> None:
             chunks = [message.chunk for message in messages if message.HasField("chunk")]
             assert [token for chunk in chunks for token in chunk.token_ids] == [20, 21, 22]
             assert [chunk.prompt_tokens for chunk in chunks] == [3] * len(chunks)
-            assert first.chunk.completion_tokens == 1 and chunks[-1].completion_tokens == 3
+            assert first.chunk.completion_tokens == 1 and sum(chunk.completion_tokens for chunk in chunks) == 3
             last = messages[-1].complete
             assert (last.finish_reason, list(last.output_ids)) == ("length", [20, 21, 22])
             assert (last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (3, 3, 2)
@@ -94,7 +94,8 @@ def test_what_is_unset_is_neutral_and_what_is_set_arrives(model: Path) -> None:
         async with serving(model, three_tokens) as served:
             await collect(stub(served).Generate(request()))
             everything = {
-                **{"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "repetition_penalty": 1.0},
+                **{"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "logit_bias": {5: 2.0}},
+                **{"frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5},
                 **{"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [40], "ignore_eos": True, "seed": -1},
                 **{"skip_special_tokens": True, "spaces_between_special_tokens": True},
                 **{"include_stop_str_in_output": True, "grammar_from_first_token": True},
@@ -106,11 +107,52 @@ def test_what_is_unset_is_neutral_and_what_is_set_arrives(model: Path) -> None:
             assert (plain.max_tokens, plain.min_tokens, ids(plain.stop_token_ids)) == (0, 0, [420, 422])
             sampling = given.sampling
             assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.75, 0.25)
+            rules = sampling.rules
+            assert (rules.frequency_penalty, rules.presence_penalty, rules.repetition_penalty) == (0.5, -0.5, 1.5)
+            assert ids(rules.bias_ids) == [5] and rules.bias_values == struct.pack("<f", 2)
+            assert not plain.sampling.HasField("rules") and not plain.sampling.HasField("logprobs")
             assert (given.max_tokens, given.min_tokens, ids(given.stop_token_ids)) == (9, 2, [40])
             again = request(**everything)
             await collect(stub(served).Generate(again))
             assert served.core.submits[-1].sampling.seed == sampling.seed
             assert plain.request_id == "a" and ids(plain.prompt) == PROMPT
+
+    run(scenario())
+
+
+def entry(logprob: float, *top: tuple[int, float]) -> bytes:
+    """As a worker packs it."""
+    return struct.pack("<fi", logprob, 1) + b"".join(struct.pack("<if", *item) for item in top)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_logprobs_come_with_their_tokens_and_those_of_the_prompt_once(model: Path, stream: bool) -> None:
+    async def scenario() -> None:
+        async with serving(model) as served:
+            call = stub(served).Generate(request(stream=stream, logprobs=1, prompt_logprobs=2))
+            (submit,) = await served.core.submitted()
+            told = core_pb2.TokenBatch(started=[core_pb2.Started(handle=submit.handle)])
+            entries = entry(-1.5, (7, -0.5), (8, -0.75)) + entry(-2.5, (9, -0.25), (7, -4.0))
+            told.prompt_logprobs.add(handle=submit.handle, entries=entries)
+            served.core.send_batch(told)
+            for token in (20, 21):
+                one = entry(-token / 4, (30 + token, -0.5))
+                handles, token_ids = struct.pack("<I", submit.handle), struct.pack("<i", token)
+                batch = core_pb2.TokenBatch(handles=handles, token_ids=token_ids, logprobs=one)
+                batch.logprob_sizes = struct.pack("<i", len(one))
+                served.core.send_batch(batch)
+            served.core.give(submit, [], length())
+            messages = await collect(call)
+            parts = [m.chunk if m.HasField("chunk") else m.complete for m in messages]
+            output = [part.output_logprobs for part in parts]
+            assert [token for part in output for token in part.token_ids] == [20, 21]
+            assert [value for part in output for value in part.token_logprobs] == [-5.0, -5.25]
+            tops = [top for part in output for top in part.top_logprobs]
+            assert [(list(top.token_ids), list(top.values)) for top in tops] == [([50], [-0.5]), ([51], [-0.5])]
+            (given,) = [part.input_logprobs for part in parts if part.HasField("input_logprobs")]
+            assert parts[0].HasField("input_logprobs") and list(given.token_ids) == PROMPT
+            values = [value.value if value.HasField("value") else None for value in given.token_logprobs]
+            assert values == [None, -1.5, -2.5] and list(given.top_logprobs[2].token_ids) == [9, 7]
 
     run(scenario())
 
@@ -123,12 +165,6 @@ UNKNOWN = [
     ("mm_inputs", vllm.GenerateRequest(mm_inputs=vllm.MultimodalInputs())),
     ("extra_mm_inputs", vllm.GenerateRequest(extra_mm_inputs=[vllm.MultimodalInputs()])),
     ("media_refs", vllm.GenerateRequest(media_refs=vllm.MediaRefs())),
-    ("frequency_penalty", request(frequency_penalty=0.5)),
-    ("presence_penalty", request(presence_penalty=-0.5)),
-    ("repetition_penalty", request(repetition_penalty=1.5)),
-    ("logprobs", request(logprobs=0)),
-    ("prompt_logprobs", request(prompt_logprobs=1)),
-    ("logit_bias", request(logit_bias={5: 1.0})),
     ("json_schema", request(json_schema="{}")),
     ("regex", request(regex="a")),
     ("grammar", request(grammar="root ::= 'a'")),
@@ -158,6 +194,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(model: Path, field: str, wan
         ("top_p", {"top_p": 1.5}),
         ("stop_token_ids[0]", {"stop_token_ids": [4_000_000_000]}),
         ("n", {"n": 129}),
+        ("frequency_penalty", {"frequency_penalty": 2.5}),
+        ("presence_penalty", {"presence_penalty": -2.5}),
+        ("repetition_penalty", {"repetition_penalty": 101}),
+        ("logit_bias[-1]", {"logit_bias": {-1: 1.0}}),
+        ("logprobs", {"logprobs": -1}),
+        ("prompt_logprobs", {"prompt_logprobs": 21}),
     ],
 )
 def test_values_are_checked_as_tandems_own(model: Path, field: str, params: dict[str, Any]) -> None:
@@ -209,7 +251,7 @@ def test_what_a_gateway_learns_about_model_server_and_load(model: Path) -> None:
             assert (info.served_model_name, info.model_type, info.is_generation) == ("small", "qwen3", True)
             assert (info.max_context_length, info.vocab_size, list(info.eos_token_ids)) == (200, 512, [420, 422])
             assert Path(info.tokenizer_path) == Path(info.model_path) == model.resolve()
-            defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+            defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.0}
             assert json.loads(info.default_sampling_params_json) == defaults
             server = await engine.GetServerInfo(vllm.GetServerInfoRequest())
             assert (server.active_requests, server.block_size, server.max_num_seqs) == (5, 2, 8)

@@ -2,15 +2,19 @@
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from scheduler_svc.frontend.bounds import within
 from shared.errors import InvalidRequest
+from shared.logprobs import MOST_LOGPROBS
 from shared.pb import generation_pb2 as pb
 
 _REQUEST_FIELDS = frozenset({"request_id", "tokenized", "text", "sampling_params", "stream"})
-_ABOUT_TEXT = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"})
-"""The caller makes text of the ids that it gets: these are its own matter."""
-_SAMPLING_FIELDS = _ABOUT_TEXT | frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "min_tokens", "stop"}
-    | {"stop_token_ids", "ignore_eos", "n", "seed", "grammar_from_first_token"}
+_SAMPLING_FIELDS = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "seed", "n", "logit_bias", "logprobs", "prompt_logprobs"}
+    | {"frequency_penalty", "presence_penalty", "repetition_penalty"}
+    | {"max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"}
+    | {"skip_special_tokens", "include_stop_str_in_output"}
+    | {"spaces_between_special_tokens"}  # the caller makes text of the ids that it gets
+    | {"grammar_from_first_token"}  # here a constraint always begins there
 )
 _MASK = (1 << 64) - 1
 
@@ -19,8 +23,6 @@ def to_generate_request(request: vllm.GenerateRequest) -> pb.GenerateRequest:
     """Raises InvalidRequest for a field that this server does not know; values are checked with Tandem's own."""
     _check_fields(request, _REQUEST_FIELDS)
     _check_fields(request.sampling_params, _SAMPLING_FIELDS)
-    if request.sampling_params.repetition_penalty not in (0, 1):
-        raise InvalidRequest("repetition_penalty", "only 1 is supported by this server")
     converted = pb.GenerateRequest(request_id=request.request_id, n=request.sampling_params.n)
     match request.WhichOneof("input"):
         case "tokenized":
@@ -29,6 +31,7 @@ def to_generate_request(request: vllm.GenerateRequest) -> pb.GenerateRequest:
             converted.text = request.text
     converted.sampling.CopyFrom(_sampling(request.sampling_params))
     converted.stopping.CopyFrom(_stopping(request.sampling_params))
+    converted.output.CopyFrom(_output(request.sampling_params))
     return converted
 
 
@@ -45,6 +48,10 @@ def _sampling(params: vllm.SamplingParams) -> pb.SamplingParams:
         top_k=params.top_k,
         top_p=params.top_p or 1.0,
         min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        logit_bias=params.logit_bias,
     )
     if params.HasField("seed"):
         sampling.seed = params.seed & _MASK
@@ -61,3 +68,15 @@ def _stopping(params: vllm.SamplingParams) -> pb.StoppingParams:
     if params.HasField("max_tokens"):
         stopping.max_tokens = params.max_tokens
     return stopping
+
+
+def _output(params: vllm.SamplingParams) -> pb.OutputParams:
+    output = pb.OutputParams(
+        skip_special_tokens=params.skip_special_tokens,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+    )
+    for name in ("logprobs", "prompt_logprobs"):
+        if params.HasField(name):
+            within(name, getattr(params, name), 0, MOST_LOGPROBS)  # -1 asks for all
+            setattr(output, name, getattr(params, name))
+    return output
