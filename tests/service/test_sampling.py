@@ -4,6 +4,11 @@ The oracle is a naive computation on transformers' logits in float64, and the un
 """
 
 import asyncio
+import json
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -29,6 +34,7 @@ PROMPT = "It is a truth universally acknowledged, that a single man"
 STRANGE = "Seven green computers sang, and sang, and"
 """What the model can't know by heart."""
 COUNT = 40
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "sampling.md"
 VOCABULARY = 1536
 
 
@@ -256,3 +262,18 @@ def test_the_rest_goes_on_where_a_field_is_refused(service: Tandem) -> None:
             with pytest.raises(InvalidRequest, match=name):
                 generate(**{name: value})
         assert len(generate(ignore_eos=True).samples[0].token_ids) == 2
+
+
+def test_the_examples_of_the_documentation_run(service: Tandem) -> None:
+    """As they stand, but for the address."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = (text for language, text in blocks if language == "python")
+    (command,) = (text for language, text in blocks if not language)
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=60, check=True)
+    shown = run([sys.executable, "-c", code.replace("127.0.0.1:50051", service.endpoint)]).stdout
+    assert shown.startswith("It is a truth universally acknowledged") and shown.count("most likely") == 16
+    _, *words = shlex.split(command)
+    lines = run([sys.executable, "-m", "tandem", *words, "--endpoint", service.endpoint]).stdout.splitlines()
+    pieces = [json.loads(line) for line in lines]
+    assert sum(len(piece["logprobs"]) for piece in pieces) == sum(len(piece["token_ids"]) for piece in pieces) == 8
+    assert "fortune" not in "".join(piece["text"] for piece in pieces)

@@ -1,4 +1,4 @@
-"""What runs for the rows of a step on a GPU: the bucket, and the rows that kernels don't serve whole. Launches nothing."""
+"""What runs for the rows of a step on a GPU: the bucket, and the rows that kernels don't serve whole."""
 
 from dataclasses import dataclass
 
