@@ -6,7 +6,9 @@ takes whatever has gathered since its last message. Knows nothing of sockets or 
 
 import asyncio
 from collections.abc import Sequence
+from itertools import zip_longest
 
+from scheduler_svc.frontend.constraint import Constraint
 from scheduler_svc.frontend.detokenizer import Detokenizer
 from scheduler_svc.frontend.stop_strings import StopStrings
 from scheduler_svc.frontend.vocabulary import Vocabulary
@@ -20,8 +22,16 @@ from shared.wire import unpack
 class Sample:
     """One of a request's samples: from the core's tokens to the client's deltas and the finish reason."""
 
-    def __init__(self, submission: core_pb2.Submit, detokenizer: Detokenizer, call: "Generation") -> None:
+    def __init__(
+        self,
+        submission: core_pb2.Submit,
+        detokenizer: Detokenizer,
+        call: "Generation",
+        constraint: Constraint | None = None,
+    ) -> None:
         self.submission = submission
+        self.constraint = constraint
+        """Has begun after the submission's output; None where any text will do."""
         self.output: list[int] = unpack(submission.output).tolist()
         """All output tokens so far, those given to resume included: what a new core continues after."""
         self.finish: pb.Finish | None = None
@@ -47,9 +57,12 @@ class Sample:
         stop = self._detokenizer.push(token_id)
         if stop is not None:
             self._end(pb.Finish(reason=pb.FINISH_REASON_STOP, stop=stop))
-        elif self._detokenizer.has_news:
+            return False
+        if self.constraint is not None:
+            self.constraint.push(token_id)
+        if self._detokenizer.has_news:
             self._call.has_news(self)
-        return stop is None
+        return True
 
     def ended(self, ended: core_pb2.Ended) -> None:
         """The core is done with it."""
@@ -87,16 +100,23 @@ class Generation:
     """The samples of one call, and its writer's wake-up."""
 
     def __init__(
-        self, submissions: Sequence[core_pb2.Submit], seed: int, vocabulary: Vocabulary, stops: StopStrings
+        self,
+        submissions: Sequence[core_pb2.Submit],
+        seed: int,
+        vocabulary: Vocabulary,
+        stops: StopStrings,
+        min_tokens: int = 0,
+        constraints: Sequence[Constraint] = (),
     ) -> None:
-        """`submissions` share the request: one per sample."""
+        """`submissions` share the request: one per sample, as are `constraints`, if there are any. Stop strings count
+        from output token number `min_tokens` on."""
         self._news: dict[Sample, None] = {}
         self._wake = asyncio.Event()
         self._error: TandemError | None = None
         self._first: tuple[str, int] | None = (submissions[0].request_id, seed)
         self.samples = [
-            Sample(submission, Detokenizer(vocabulary, stops, submission.min_tokens), self)
-            for submission in submissions
+            Sample(submission, Detokenizer(vocabulary, stops, min_tokens), self, constraint)
+            for submission, constraint in zip_longest(submissions, constraints)
         ]
         self._unfinished = len(self.samples)
 

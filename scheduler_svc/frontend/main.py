@@ -21,7 +21,9 @@ from grpc_reflection.v1alpha import reflection
 
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.core_link import CoreLink
+from scheduler_svc.frontend.grammar_compiler import GrammarCompiler
 from scheduler_svc.frontend.health import SERVICE, Health
+from scheduler_svc.frontend.matcher import GrammarTokenizer
 from scheduler_svc.frontend.prompts import Prompts
 from scheduler_svc.frontend.service import GenerationService
 from shared.errors import StartupError, Unavailable
@@ -50,7 +52,9 @@ class Frontend:
         self._prompts = Prompts(config)
         self.link = CoreLink(config.core_socket, config.core_timeout)
         self._health = Health(self.link)
-        self.service = GenerationService(model, defaults, self._prompts, self.link)
+        tokenizer = GrammarTokenizer(self._prompts.tokenizer, model.vocabulary_size, model.eos_token_ids)
+        self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
+        self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link)
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
         self.own_port = 0
@@ -103,6 +107,7 @@ class Frontend:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._prompts.close()
+        self._grammars.close()
 
 
 async def serve(config: FrontendConfig) -> None:

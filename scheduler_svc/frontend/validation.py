@@ -37,6 +37,8 @@ def check_request(request: pb.GenerateRequest, model: core_pb2.ServedModel) -> N
     _check_samples(request)
     _check_sampling(request.sampling)
     _check_stopping(request.stopping, model.vocabulary_size)
+    if request.HasField("constraint") and request.stopping.ignore_eos:
+        raise InvalidRequest("stopping.ignore_eos", "must be unset with a constraint, which ends with such a token")
 
 
 def _check_length(prompt: str, tokens: int, context_limit: int) -> None:
@@ -110,17 +112,18 @@ def submissions(
     """One submission for each sample of a checked request. Raises InvalidRequest where the prompt doesn't fit."""
     output = checked_ids("output_token_ids", request.output_token_ids.ids, model.vocabulary_size)
     room = _room(request, prompt, output, model.context_limit)
-    stopping = request.stopping
+    stopping, constrained = request.stopping, request.HasField("constraint")
     first = core_pb2.Submit(
         request_id=request_id,
         prompt=pack(prompt),
         output=pack(output),
         sampling=_resolved(request.sampling, defaults, model.vocabulary_size),
         max_tokens=min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else 0,
-        min_tokens=min(stopping.min_tokens, room),
+        min_tokens=0 if constrained else min(stopping.min_tokens, room),
         stop_token_ids=pack(_stop_token_ids(stopping, model)),
         cache_salt=request.cache_salt,
         priority=request.priority,
+        constrained=constrained,
     )
     return [_sample(first, seed, request.sample_index + i) for i in range(request.n or 1)]
 

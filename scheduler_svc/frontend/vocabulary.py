@@ -1,8 +1,24 @@
 """What each token id stands for, in bytes. Reads the tokenizer once; knows nothing of requests."""
 
+from pathlib import Path
+
 from tokenizers import Tokenizer, decoders
 
 from shared.errors import StartupError
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The model folder's tokenizer. Raises StartupError."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise StartupError(f"{path} is missing")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower kind
+        raise StartupError(f"{path}: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class Vocabulary:
