@@ -47,10 +47,11 @@ def spawn(
     socket of the caller's, that is its standard input and output. The child is in a process group of
     its own: Ctrl-C reaches the parent alone, which then stops its children in the right order.
     """
+    handle = None if stdio is None else stdio.fileno()
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.DEVNULL if stdio is None else stdio.fileno(),
-        stdout=subprocess.DEVNULL if quiet else stdio and stdio.fileno(),
+        stdin=subprocess.DEVNULL if handle is None else handle,
+        stdout=subprocess.DEVNULL if quiet else handle,
         env={**os.environ, **(env or {}), _PARENT: str(os.getpid())},
         process_group=0,
     )

@@ -74,7 +74,10 @@ class Constraint:
 
     def push(self, token_id: int) -> None:
         """The sample's next token. `ready` or `failed` follows."""
-        self.mask = None
+        mask, self.mask = self.mask, None
+        if mask is None or not mask[token_id // 8] >> token_id % 8 & 1:
+            self._failed(RequestFailed(f"token {token_id} was sampled, which the constraint does not allow"))
+            return
         working = asyncio.get_running_loop().run_in_executor(self._threads, self._after, token_id)
         working.add_done_callback(self._done)
 

@@ -53,8 +53,8 @@ def grammar_of(constraint: pb.Constraint, tools: Sequence[Mapping[str, Any]]) ->
         names = [field.name for field in constraint.DESCRIPTOR.oneofs_by_name["language"].fields]
         raise InvalidRequest("constraint", f"one of {', '.join(names)} is required")
     size = len(grammar.text.encode())
-    if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(grammar.field, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    if not 1 <= size <= MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(grammar.field, f"has {size} bytes; 1 to {MAX_GRAMMAR_BYTES} are allowed")
     return grammar
 
 
@@ -136,8 +136,12 @@ def structural_tag(text: str) -> Grammar:
 
 def _json(schema: Any) -> str:
     """JSON of a schema, within a grammar."""
-    bounded = {"x-guidance": JSON_OPTIONS, **schema} if isinstance(schema, Mapping) else schema
-    return f"%json {json.dumps(bounded)}"
+    return f"%json {json.dumps(with_options(schema))}"
+
+
+def with_options(schema: Any) -> Any:
+    """A JSON schema that says how its JSON is spelled, unless it says so already."""
+    return {"x-guidance": JSON_OPTIONS, **schema} if isinstance(schema, Mapping) else schema
 
 
 def _literal(text: str) -> str:

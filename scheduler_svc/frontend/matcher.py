@@ -3,15 +3,16 @@
 What llguidance is told of the model, in which dialect, and how its errors read is decided here and nowhere else.
 """
 
+import json
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from scheduler_svc.frontend.grammars import JSON_OPTIONS, Grammar
+from scheduler_svc.frontend.grammars import Grammar, with_options
 from scheduler_svc.frontend.vocabulary import token_bytes
 
 Mask = NDArray[np.uint8]
@@ -110,12 +111,11 @@ def compile_grammar(grammar: Grammar, tokenizer: GrammarTokenizer) -> Matcher:
 
 def _translated(grammar: Grammar) -> str:
     """In llguidance's own form."""
-    options: Any = dict(JSON_OPTIONS)
     try:
         if grammar.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, defaults=options)
+            return grammar_from("json_schema", json.dumps(with_options(json.loads(grammar.text))))
         return grammar_from(grammar.kind, grammar.text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarError(_message(str(error))) from None
 
 
