@@ -40,6 +40,8 @@ class Engine:
         """Live keys of each frontend connection."""
         self._early: dict[int, Request] = {}
         """Requests that came before the first worker, by key."""
+        self._early_masks: dict[int, tuple[int, bytes]] = {}
+        """What mask_ready said of them, by key."""
         self._without_worker_since: float | None = None
         self._progressed = time.monotonic()
         """When a step was planned or gave tokens, or nothing was there to do."""
@@ -59,7 +61,8 @@ class Engine:
     @property
     def held(self) -> int:
         """Entries of all per-request maps, the core's included: 0 when nothing is live."""
-        return len(self._early) + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
+        early = len(self._early) + len(self._early_masks)
+        return early + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
 
     def check_invariants(self) -> None:
         """Asserts that the core's state is consistent. O(everything)."""
@@ -108,13 +111,17 @@ class Engine:
         for key, request in list(self._early.items()):
             try:
                 core.submit(request)
+                if key in self._early_masks:
+                    core.mask_ready(key, *self._early_masks[key])
             except TandemError as error:
                 self._end_early(key, error)
         self._early.clear()
+        self._early_masks.clear()
         self._settle()
 
     def _end_early(self, key: int, error: TandemError) -> None:
         del self._early[key]
+        self._early_masks.pop(key, None)
         self._forget(key)
         self._frontends.end(key, error)
 
@@ -127,6 +134,7 @@ class Engine:
     def cancel(self, key: int) -> None:
         """The frontend expects no answer."""
         self._early.pop(key, None)
+        self._early_masks.pop(key, None)
         self._forget(key)
         if self._core is not None and self._core.abort(key):
             self._wake_all()
@@ -145,6 +153,8 @@ class Engine:
         if self._core is not None:
             self._core.mask_ready(key, position, allowed)
             self._wake_all()
+        elif key in self._early:
+            self._early_masks[key] = (position, allowed)
 
     def watch_cache(self, peer: int, watch: bool) -> None:
         """A frontend begins or ends following what is cached."""

@@ -77,6 +77,7 @@ def _frontend(config: SchedulerConfig, socket_path: str) -> FrontendConfig:
         own_port=find_free(config.host),
         model_name=config.model_name,
         use_generation_config=config.generation_config,
+        grammar_timeout=config.grammar_timeout,
         core_timeout=config.worker_loss_timeout,
         drain_timeout=config.drain_timeout,
     )

@@ -6,6 +6,7 @@ Imports no torch: only the ranks of a worker do.
 import asyncio
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -135,11 +136,22 @@ def _generate(
     text: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece, logprobs too.")] = False,
+    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema for the output.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that matches the whole output.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="File with a grammar for the output, Lark or EBNF.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="One of the possible outputs; give it several times.")
+    ] = None,
     **options: Any,
 ) -> None:
     """Streams the continuation of a prompt."""
     prompt = sys.stdin.read() if text == "-" else text
-    talk.generate(endpoint, prompt, as_json=json, **given_options(options))
+    constraint = {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
+    talk.generate(endpoint, prompt, as_json=json, **given_options(options | constraint))
+
+
+def _text(file: Path | None) -> str | None:
+    return file.read_text(encoding="utf-8") if file else None
 
 
 def _chat(

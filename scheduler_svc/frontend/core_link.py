@@ -7,6 +7,7 @@ submitted again, with their output so far, to the core that takes its place. Kno
 import asyncio
 import time
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,7 +91,7 @@ class CoreLink:
             sample.submission.output = pack(np.array(sample.output, dtype=np.int32))
             sample.submission.again = True
             sample.submission.prompt_logprobs_received = sample.logprobs.num_received
-            self._send(core_pb2.FrontendMessage(submit=sample.submission))
+            self._send_submit(sample)
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
         if self._cache_listener is not None:
             self._send(core_pb2.FrontendMessage(watch_cache=core_pb2.WatchCache(watch=True)))
@@ -139,7 +140,9 @@ class CoreLink:
             sample.submission.handle = handle
             self._live[handle] = sample
             self._handles[sample] = handle
-            self._send(core_pb2.FrontendMessage(submit=sample.submission))
+            if sample.constraint is not None:
+                sample.constraint.watch(partial(self._send_mask, sample), sample.failed)
+            self._send_submit(sample)
 
     def cancel(self, samples: Iterable[Sample]) -> None:
         """Wants no more of these samples; those that have ended are passed over."""
@@ -189,6 +192,17 @@ class CoreLink:
         while self._last_handle in self._live:
             self._last_handle = self._last_handle % _MAX_HANDLE + 1
         return self._last_handle
+
+    def _send_submit(self, sample: Sample) -> None:
+        self._send(core_pb2.FrontendMessage(submit=sample.submission))
+        self._send_mask(sample)
+
+    def _send_mask(self, sample: Sample) -> None:
+        """What a constrained sample may sample next, once that is known and as long as it is of use."""
+        handle, constraint = self._handles.get(sample), sample.constraint
+        if handle is not None and constraint is not None and constraint.mask is not None:
+            mask = core_pb2.MaskReady(handle=handle, position=len(sample.output), allowed=constraint.mask)
+            self._send(core_pb2.FrontendMessage(mask_ready=mask))
 
     def _send(self, message: core_pb2.FrontendMessage) -> None:
         """While the core is away nothing is sent: what lives is submitted when it comes back."""

@@ -22,7 +22,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.core_link import CoreLink
+from scheduler_svc.frontend.grammar_compiler import GrammarCompiler
 from scheduler_svc.frontend.health import SERVICE, Health
+from scheduler_svc.frontend.matcher import GrammarTokenizer
 from scheduler_svc.frontend.prompts import Prompts
 from scheduler_svc.frontend.service import GenerationService
 from scheduler_svc.frontend.vllm_engine import service as vllm_engine
@@ -52,7 +54,9 @@ class Frontend:
         self._prompts = Prompts(config)
         self.link = CoreLink(config.core_socket, config.core_timeout)
         self._health = Health(self.link)
-        self.service = GenerationService(model, defaults, self._prompts, self.link)
+        tokenizer = GrammarTokenizer(self._prompts.tokenizer, model.vocabulary_size, model.eos_token_ids)
+        self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
+        self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link)
         self._engine = vllm_engine.VllmEngine(config.model, model, defaults, self.service, self.link, self._health)
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
@@ -108,6 +112,7 @@ class Frontend:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._prompts.close()
+        self._grammars.close()
 
 
 async def serve(config: FrontendConfig) -> None:

@@ -111,7 +111,7 @@ class Submit(_message.Message):
     max_tokens: _builtins.int
     """Most output tokens, those in `output` included; 0 means up to the context limit."""
     min_tokens: _builtins.int
-    """Tokens of output before a stop token counts."""
+    """Tokens of output before a stop token counts. 0 for a constrained sequence: its masks see to it."""
     stop_token_ids: _builtins.bytes
     """int32: tokens that end the sequence, end-of-sequence tokens included unless ignored."""
     cache_salt: _builtins.str

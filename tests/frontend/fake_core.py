@@ -38,7 +38,7 @@ def ready_state(**changes: object) -> core_pb2.CoreState:
         "progressing": True,
         "max_running": 8,
         "model": core_pb2.ServedModel(
-            dtype="float32", context_limit=200, vocabulary_size=512, eos_token_ids=[420, 422], block_size=2
+            dtype="float32", context_limit=200, vocabulary_size=512, eos_token_ids=[398, 400], block_size=2
         ),
         "groups": [core_pb2.GroupState(endpoint="worker:1", connected=True, total_blocks=64, free_blocks=60)],
     }
@@ -52,6 +52,7 @@ class FakeCore:
         """With `answer`, every Submit is answered at once; without, the test calls give()."""
         self.state = ready_state()
         self.submits: list[core_pb2.Submit] = []
+        self.masks: list[core_pb2.MaskReady] = []
         self.cancelled: list[int] = []
         self.aborted: list[str] = []
         self.connections = 0
@@ -105,6 +106,8 @@ class FakeCore:
             if self._answer is not None:
                 tokens, ended = self._answer(message.submit)
                 self.give(message.submit, tokens, ended, cached_tokens=0)
+        elif kind == "mask_ready":
+            self.masks.append(message.mask_ready)
         elif kind == "cancel":
             self.cancelled.append(message.cancel.handle)
         elif kind == "abort_by_id":

@@ -74,7 +74,7 @@ def test_what_stopped_a_sample_is_told_if_the_request_named_it(model: Path, toke
         async with serving(model) as served:
             for params, tokens, end, told in (
                 ({"stop_token_ids": [30]}, [20, 30], stopped(30), ("matched_token_id", 30)),
-                ({}, [20, 420], stopped(420), (None, None)),
+                ({}, [20, 398], stopped(398), (None, None)),
                 ({"stop": ["lazy"]}, tokenizer.encode("the lazy dog").ids, None, ("matched_stop_str", "lazy")),
             ):
                 before = len(served.core.submits)
@@ -104,7 +104,7 @@ def test_what_is_unset_is_neutral_and_what_is_set_arrives(model: Path) -> None:
             plain, given = served.core.submits
             sampling = plain.sampling
             assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1, 0, 1, 0)
-            assert (plain.max_tokens, plain.min_tokens, ids(plain.stop_token_ids)) == (0, 0, [420, 422])
+            assert (plain.max_tokens, plain.min_tokens, ids(plain.stop_token_ids)) == (0, 0, [398, 400])
             sampling = given.sampling
             assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.75, 0.25)
             rules = sampling.rules
@@ -249,7 +249,7 @@ def test_what_a_gateway_learns_about_model_server_and_load(model: Path) -> None:
             engine = stub(served)
             info = await engine.GetModelInfo(vllm.GetModelInfoRequest())
             assert (info.served_model_name, info.model_type, info.is_generation) == ("small", "qwen3", True)
-            assert (info.max_context_length, info.vocab_size, list(info.eos_token_ids)) == (200, 512, [420, 422])
+            assert (info.max_context_length, info.vocab_size, list(info.eos_token_ids)) == (200, 512, [398, 400])
             assert Path(info.tokenizer_path) == Path(info.model_path) == model.resolve()
             defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.0}
             assert json.loads(info.default_sampling_params_json) == defaults
