@@ -13,6 +13,7 @@ _SAMPLING_FIELDS = frozenset(
     | {"frequency_penalty", "presence_penalty", "repetition_penalty"}
     | {"max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"}
     | {"skip_special_tokens", "include_stop_str_in_output"}
+    | {"json_schema", "json_object", "regex", "grammar", "structural_tag", "choice"}
     | {"spaces_between_special_tokens"}  # the caller makes text of the ids that it gets
     | {"grammar_from_first_token"}  # here a constraint always begins there
 )
@@ -32,6 +33,8 @@ def to_generate_request(request: vllm.GenerateRequest) -> pb.GenerateRequest:
     converted.sampling.CopyFrom(_sampling(request.sampling_params))
     converted.stopping.CopyFrom(_stopping(request.sampling_params))
     converted.output.CopyFrom(_output(request.sampling_params))
+    if (constraint := _constraint(request.sampling_params)) is not None:
+        converted.constraint.CopyFrom(constraint)
     return converted
 
 
@@ -68,6 +71,15 @@ def _stopping(params: vllm.SamplingParams) -> pb.StoppingParams:
     if params.HasField("max_tokens"):
         stopping.max_tokens = params.max_tokens
     return stopping
+
+
+def _constraint(params: vllm.SamplingParams) -> pb.Constraint | None:
+    kind = params.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "choice":
+        return pb.Constraint(choice=pb.Choice(choices=params.choice.choices))
+    return pb.Constraint(**{kind: getattr(params, kind)})
 
 
 def _output(params: vllm.SamplingParams) -> pb.OutputParams:

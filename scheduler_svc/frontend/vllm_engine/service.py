@@ -96,6 +96,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             block_size=served.block_size,
             model_dtype=served.dtype,
             max_num_seqs=state.max_running,
+            constrained_decoding_start="first_token",
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
