@@ -66,6 +66,15 @@ def dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def load_inside(source: tl.tensor, inside: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
+    """Zero where it is not inside; without a mask where all is."""
+    if WHOLE:
+        return tl.load(source)
+    else:
+        return tl.load(source, mask=inside, other=0)
+
+
+@triton.jit
 def fast_log2(x: tl.tensor) -> tl.tensor:
     """One instruction where tl.log2 is a polynomial: absolute error below 2^-22 near 1, relative elsewhere."""
     if INTERPRETED:
