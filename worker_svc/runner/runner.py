@@ -32,8 +32,8 @@ class PendingTokens(Protocol):
     """What a step samples, perhaps not yet."""
 
     def to_host(self) -> tuple[IntArray, IntArray]:
-        """Token ids of the sampling rows in row order, and the indices of failed ones. Waits for them; call it once,
-        from any thread."""
+        """Token ids of the sampling rows in row order, and the indices of failed ones. Waits for them. Once, in the
+        order of the steps, from any one thread."""
 
 
 class Runner(Protocol):
