@@ -11,6 +11,7 @@ from shared.errors import (
     Unavailable,
 )
 from tandem.client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
+from tandem.token_values import EchoedPrompt, TokenLogprob
 from tandem.values import ChatMessage, Completion, Delta, Finish, Load, ModelInfo, Sample, Usage, WorkerLoad
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "DuplicateRequest",
+    "EchoedPrompt",
     "Finish",
     "GenerationStream",
     "InvalidRequest",
@@ -32,6 +34,7 @@ __all__ = [
     "RequestFailed",
     "Sample",
     "TandemError",
+    "TokenLogprob",
     "Unavailable",
     "Usage",
     "WorkerLoad",

@@ -20,7 +20,8 @@ from tandem import serve as serving
 from tandem import talk
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.models import built_in_name, model_folder
-from tandem.options import parameters, settings_from, with_parameters
+from tandem.options import given_options, parameters, request_parameters, settings_from, with_parameters
+from tandem.requests import GenerateOptions
 from worker_svc import main as worker_main
 from worker_svc.config import WorkerConfig
 
@@ -33,9 +34,6 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Option(help="Model folder, or 'tiny' or 'tiny-moe': small trained models in the package.")]
 Endpoint = Annotated[str, typer.Option(help="host:port of a running scheduler.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; unset: up to the context limit.")]
-Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token; unset: the model's default.")]
-Seed = Annotated[int | None, typer.Option(help="Repeats an earlier output.")]
 
 
 def _serve(model: Model = "tiny", **options: Any) -> None:
@@ -102,29 +100,38 @@ app.command("scheduler")(with_parameters(_scheduler, parameters(SchedulerConfig)
 app.command("worker")(with_parameters(_worker, parameters(WorkerConfig)))
 
 
-@app.command()
-def generate(
+SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids"),
+    *("seed", "stop", "include_stop_str_in_output", "skip_special_tokens", "ignore_eos"),
+)
+"""What both commands take of GenerateOptions."""
+
+
+def _generate(
     text: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     endpoint: Endpoint = DEFAULT_ENDPOINT,
-    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece.")] = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece, logprobs too.")] = False,
+    **options: Any,
 ) -> None:
     """Streams the continuation of a prompt."""
     prompt = sys.stdin.read() if text == "-" else text
-    talk.generate(endpoint, prompt, as_json=json, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    talk.generate(endpoint, prompt, as_json=json, **given_options(options))
 
 
-@app.command()
-def chat(
+def _chat(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
+    **options: Any,
 ) -> None:
     """Talks with the model, turn by turn. Ends with Ctrl-D."""
-    talk.chat(endpoint, system=system, max_tokens=max_tokens, temperature=temperature)
+    talk.chat(endpoint, system=system, **given_options(options))
+
+
+app.command("generate")(
+    with_parameters(_generate, request_parameters(GenerateOptions, (*SAMPLING, "echo", "logprobs", "prompt_logprobs")))
+)
+app.command("chat")(with_parameters(_chat, request_parameters(GenerateOptions, SAMPLING)))
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler_svc.core.logprobs import NO_LOGPROBS, TokenLogprobs
 from shared.errors import TandemError
 from shared.types import NO_INTS, FinishReason, IntArray
 
@@ -27,7 +28,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What is new for the callers of `submit`. Started precedes tokens precedes ended."""
+    """What is new for the callers of `submit`. Started precedes prompt logprobs precede tokens precedes ended."""
 
     keys: KeyArray = field(default_factory=lambda: NO_KEYS)
     """[num_tokens]: whose tokens `token_ids` are, element by element."""
@@ -36,13 +37,18 @@ class StepOutputs:
     started: tuple[tuple[int, int], ...] = ()
     """(key, prompt tokens found in the prefix cache) of sequences admitted for the first time."""
     ended: tuple[Ended, ...] = ()
+    logprobs: TokenLogprobs = NO_LOGPROBS
+    """Of `token_ids`."""
+    prompt_logprobs: tuple[tuple[int, bytes], ...] = ()
+    """(key, entries of the next tokens of its prompt)."""
 
 
 class Outbox:
-    """Starts and ends that no StepOutputs has carried yet."""
+    """Starts, ends and logprobs of prompts that no StepOutputs has carried yet."""
 
     def __init__(self) -> None:
         self._started: dict[int, int] = {}
+        self._prompt_logprobs: list[tuple[int, bytes]] = []
         self._ended: list[Ended] = []
 
     def start(self, key: int, cached_tokens: int) -> None:
@@ -53,17 +59,25 @@ class Outbox:
         """The sequence is over."""
         self._ended.append(ended)
 
+    def tell_prompt(self, key: int, entries: bytes) -> None:
+        """Logprobs of the next tokens of the sequence's prompt."""
+        self._prompt_logprobs.append((key, entries))
+
     def drop(self, key: int) -> None:
         """The caller wants to hear no more of the sequence."""
         self._started.pop(key, None)
 
-    def take(self, keys: KeyArray = NO_KEYS, token_ids: IntArray = NO_INTS) -> StepOutputs:
-        """Everything so far, with these tokens."""
-        if not self._started and not self._ended:
-            return StepOutputs(keys, token_ids)
-        outputs = StepOutputs(keys, token_ids, tuple(self._started.items()), tuple(self._ended))
+    def take(
+        self, keys: KeyArray = NO_KEYS, token_ids: IntArray = NO_INTS, logprobs: TokenLogprobs = NO_LOGPROBS
+    ) -> StepOutputs:
+        """Everything so far, with these tokens and their logprobs."""
+        if not (self._started or self._ended or self._prompt_logprobs):
+            return StepOutputs(keys, token_ids, logprobs=logprobs)
+        started, ended, prompt_logprobs = self._started.items(), self._ended, self._prompt_logprobs
+        outputs = StepOutputs(keys, token_ids, tuple(started), tuple(ended), logprobs, tuple(prompt_logprobs))
         self._started.clear()
         self._ended.clear()
+        self._prompt_logprobs.clear()
         return outputs
 
 

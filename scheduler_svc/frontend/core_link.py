@@ -7,6 +7,7 @@ submitted again, with their output so far, to the core that takes its place. Kno
 import asyncio
 import time
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from scheduler_svc.frontend.generation import Sample
 from shared.errors import TandemError, Unavailable
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
-from shared.wire import pack
+from shared.wire import pack, unpack
 
 RECONNECT_INTERVAL = 0.05
 """Seconds between attempts to reach a core that is away: one connect to a Unix socket costs microseconds."""
@@ -76,6 +77,7 @@ class CoreLink:
         for handle, sample in self._live.items():
             sample.submission.output = pack(np.array(sample.output, dtype=np.int32))
             sample.submission.again = True
+            sample.submission.prompt_logprobs_received = sample.logprobs.num_received
             self._send(core_pb2.FrontendMessage(submit=sample.submission))
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
         while (payload := await read_message(reader)) is not None:
@@ -190,14 +192,25 @@ class CoreLink:
         for started in batch.started:
             if (sample := self._live.get(started.handle)) is not None:
                 sample.started(started.cached_tokens)
+        for prompt in batch.prompt_logprobs:
+            if (sample := self._live.get(prompt.handle)) is not None:
+                sample.push_prompt(prompt.entries)
         handles = np.frombuffer(batch.handles, _LITTLE_UINT32).tolist()
         tokens = np.frombuffer(batch.token_ids, "<i4").tolist()
-        for handle, token_id in zip(handles, tokens, strict=True):
+        for handle, token_id, logprobs in zip(handles, tokens, _entries(batch, len(tokens)), strict=True):
             sample = self._live.get(handle)
-            if sample is not None and not sample.push(token_id):
+            if sample is not None and not sample.push(token_id, logprobs):
                 self.cancel((sample,))
         for ended in batch.ended:
             sample = self._live.pop(ended.handle, None)
             if sample is not None:
                 del self._handles[sample]
                 sample.ended(ended)
+
+
+def _entries(batch: core_pb2.TokenBatch, num_tokens: int) -> list[bytes]:
+    """Of each token its logprobs, no bytes where they were not asked for."""
+    if not batch.logprob_sizes:
+        return [b""] * num_tokens
+    ends = [0, *accumulate(unpack(batch.logprob_sizes).tolist())]
+    return [batch.logprobs[start:end] for start, end in pairwise(ends)]

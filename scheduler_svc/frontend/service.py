@@ -11,12 +11,12 @@ from typing import Any
 
 import structlog
 
+from scheduler_svc.frontend.bounds import checked_ids
 from scheduler_svc.frontend.core_link import CoreLink
-from scheduler_svc.frontend.generation import Generation
+from scheduler_svc.frontend.generation import Generation, skips_special_tokens
 from scheduler_svc.frontend.prompts import Prompts
 from scheduler_svc.frontend.seeds import random_seed
-from scheduler_svc.frontend.stop_strings import StopStrings
-from scheduler_svc.frontend.validation import check_request, checked_ids, submissions
+from scheduler_svc.frontend.validation import check_request, submissions
 from shared import __version__
 from shared.errors import InvalidRequest, TandemError, Unavailable
 from shared.model_config import ModelConfig, SamplingDefaults
@@ -79,9 +79,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         prompt = await self._prompt(request, model)
         seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
         record.prompt_tokens = prompt.size
-        samples = submissions(request, record.request_id, seed, prompt, model, self._defaults)
-        stops = StopStrings.build(request.stopping.stop)
-        generation = Generation(samples, seed, self._prompts.vocabulary, stops)
+        bad_words = await self._prompts.encode_words(request.sampling.bad_words)
+        samples = submissions(request, record.request_id, seed, prompt, bad_words, model, self._defaults)
+        first = pb.GenerateResponse(request_id=record.request_id, seed=seed)
+        if request.output.echo and not request.output_token_ids.ids:
+            first.echo.text = await self._prompts.decode(prompt.tolist(), skips_special_tokens(request))
+            first.echo.token_ids.extend(prompt.tolist())
+        generation = Generation(samples, first, self._prompts.vocabulary, request)
         self._link.submit(sample for sample in generation.samples if sample.finish is None)
         return generation
 
@@ -150,7 +154,7 @@ class _Record:
         if response.HasField("finish"):
             self.outcome = pb.FinishReason.Name(response.finish.reason).removeprefix("FINISH_REASON_").lower()
             self._cached_tokens = response.usage.cached_tokens
-        if self._first is None:
+        if self._first is None and response.token_ids:
             self._first = time.monotonic()
 
     def log(self) -> None:

@@ -101,7 +101,7 @@ class Programs:
         else:
             graph.replay()
 
-    def _call(self, key: _Key) -> Callable[[], None]:
+    def _call(self, key: _Key) -> Callable[[], object]:
         part, size, other = key
         if part == "decode":
             return partial(self._decode, size, bool(other))
@@ -114,7 +114,7 @@ class Programs:
         self._kernels.sample(rows, narrow)
 
 
-def _captured(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+def _captured(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     """Runs it once before, for what the first call of a kernel does besides."""
     step()
     torch.cuda.synchronize()

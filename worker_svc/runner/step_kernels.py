@@ -99,8 +99,11 @@ class StepKernels:
         self._sampling_slots[:rows].copy_(slots)
         self._head(self._forward(tokens, attention))
 
-    def mixed(self, tokens: int, rows: int, attention: StepAttention | None = None) -> None:
-        """Logits of the last tokens of rows of any number. `attention` stands in where there is no FlashAttention."""
+    def mixed(self, tokens: int, rows: int, attention: StepAttention | None = None) -> Tensor:
+        """Logits of the last tokens of rows of any number; the hidden states of all, [tokens, hidden].
+
+        `attention` stands in where there is no FlashAttention.
+        """
         state = self._state
         inputs = self._first_tokens(tokens)
         row_inputs = RowInputs(
@@ -122,6 +125,7 @@ class StepKernels:
             attention = self._attention.flash.prepare(cu_seqlens, row_inputs.seq_lens, row_inputs.block_tables, tokens)
         hidden = self._forward(inputs, attention)
         self._head(hidden.index_select(0, row_inputs.last_index))
+        return hidden
 
     def sample(self, rows: int, narrow: bool) -> None:
         """Samples from the logits where a row reaches its sequence's end, takes the tokens into the state, and writes
