@@ -15,6 +15,7 @@ from shared.errors import RequestFailed, TandemError
 from shared.pb import worker_pb2
 from shared.types import StepResult
 from shared.wire import result_to_pb
+from worker_svc.stats import StepStats
 
 _log = structlog.get_logger(__name__)
 
@@ -54,8 +55,9 @@ _Begun: TypeAlias = tuple[Source, worker_pb2.StepPlan, Callable[[], StepResult]]
 class StepThreads:
     """Runs until closed."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, stats: StepStats) -> None:
         self._group = group
+        self._stats = stats
         self._plans: queue.SimpleQueue[_Plan | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._begin_steps, self._finish_steps)]
@@ -86,6 +88,7 @@ class StepThreads:
             if not source.opened:
                 self._group.open_epoch()
                 source.opened = True
+                self._stats.opened()
                 _log.info("epoch opened", instance=f"{plan.instance:016x}", epoch=plan.epoch)
             return self._group.step(plan)
         except Exception as error:
@@ -96,7 +99,9 @@ class StepThreads:
         while (item := self._begun.get()) is not None:
             source, plan, wait = item
             try:
-                source.answer(result_to_pb(wait(), plan.instance))
+                result = result_to_pb(wait(), plan.instance)
+                source.answer(result)
+                self._stats.step(plan, result)
             except TandemError as error:
                 source.end(error)
             except Exception as error:

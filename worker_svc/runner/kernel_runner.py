@@ -50,6 +50,8 @@ class _Launch:
     narrow: bool
     """Whether some rows sample from their top 64 tokens or fewer."""
     others: _Others | None
+    padding: int
+    """Tokens of the bucket that are no row's."""
 
 
 class KernelRunner:
@@ -69,6 +71,8 @@ class KernelRunner:
         self.attention = attention.name
         self.cache = cache
         self.batch = batch
+        self.padding = 0
+        """See Runner."""
         self._state = state
         self._kernels = kernels
         self._programs = programs
@@ -78,6 +82,16 @@ class KernelRunner:
         self._torch_attention = TorchAttention(self._device)
         self._flash = attention.flash is not None
         self._last: _Launch | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        """See Runner."""
+        return self._programs.captured
+
+    @property
+    def graph_launches(self) -> int:
+        """See Runner."""
+        return self._programs.launches
 
     def open_epoch(self) -> None:
         """See Runner."""
@@ -97,6 +111,7 @@ class KernelRunner:
             self._update_alone()
             return NoTokens()
         launch = self._launch_of(rows)
+        self.padding += launch.padding
         lane = self._lanes.take()
         try:
             self._update(lane)
@@ -139,10 +154,12 @@ class KernelRunner:
         bucket = self._decode_bucket(rows) if rows.decodes else self._mixed_bucket(rows)
         sampling = self.batch.sampling(rows)
         narrow = bool((sampling.filtered & (sampling.top_k <= MAX_TOP_K)).any())
+        padding = bucket[0] - int(rows.counts.sum())
         others = _others(sampling)
         if not len(others):
-            return _Launch(bucket, narrow, None)
-        return _Launch(bucket, narrow, _Others(np.flatnonzero(rows.samples)[others], sampling.select(others)))
+            return _Launch(bucket, narrow, None, padding)
+        index = np.flatnonzero(rows.samples)[others]
+        return _Launch(bucket, narrow, _Others(index, sampling.select(others)), padding)
 
     def _decode_bucket(self, rows: StepRows) -> tuple[int, int]:
         size = self._programs.decode_size(len(rows.slots))
