@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-from concurrent import futures
 from pathlib import Path
 
 import grpc
 import pytest
 import structlog
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -21,6 +19,7 @@ from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
 from tests.frontend.fake_core import failed, length, until
 from tests.frontend.harness import Served, collect, run, serving
+from tests.service.collector import collecting
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"),)
@@ -190,32 +189,15 @@ def test_a_failed_request_without_a_caller_has_a_trace_of_its_own(model: Path) -
     run(scenario())
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """What an OpenTelemetry collector is to its clients."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def Export(self, request, context):  # type: ignore[no-untyped-def]
-        for resource in request.resource_spans:
-            for scope in resource.scope_spans:
-                self.names += [span.name for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
 def test_traces_reach_a_collector_when_the_frontend_stops(model: Path) -> None:
-    collector, server = Collector(), grpc.server(futures.ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-
-    async def scenario() -> None:
-        async with serving(model, otlp_endpoint=f"http://127.0.0.1:{port}") as served:
+    async def scenario(endpoint: str) -> None:
+        async with serving(model, otlp_endpoint=endpoint) as served:
             await disturbed(served)
 
-    run(scenario())
-    server.stop(0)
-    assert sorted(collector.names) == ["decode", "generate", "prefill", "queue", "replay", "replay"]
+    with collecting() as collector:
+        run(scenario(collector.endpoint))
+    names = sorted(span.name for span in collector.spans)
+    assert names == ["decode", "generate", "prefill", "queue", "replay", "replay"]
 
 
 def test_a_collector_that_is_away_holds_up_nobody(model: Path) -> None:
