@@ -47,7 +47,7 @@ def _draw(plot: Axes, panel: dict[str, Any], url: str, seconds: float, window: s
     plot.set_title(f"{panel['title']}, {unit}" if unit else panel["title"], fontsize=9)
     plot.set_ylim(bottom=0)
     plot.tick_params(labelsize=7)
-    plot.legend(fontsize=6, loc="upper left")
+    plot.legend(fontsize=6, loc="best", framealpha=0.6)
 
 
 def _range(url: str, expression: str, start: float, end: float) -> list[dict[str, Any]]:
