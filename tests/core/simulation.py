@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_svc.core import CoreConfig, Request, Scheduler, StepOutputs
+from scheduler_svc.core import CoreConfig, Request, RequeueCause, Scheduler, StepOutputs
 from scheduler_svc.core.quarantine import MOST_LOSSES
 from shared.errors import RequestFailed, TandemError
 from shared.types import FinishReason, StepPlan, StepResult
@@ -94,6 +94,10 @@ class Simulation:
         self.late: deque[tuple[int, StepResult]] = deque()
         self.submitted = 0
         self.ends: dict[int, FinishReason | TandemError] = {}
+        self.requeued: list[tuple[int, RequeueCause]] = []
+        """Who went back to the queue, as the clients were told."""
+        self.num_tokens = 0
+        """All tokens that clients got."""
         self.faults = 0
         """Rows whose K/V a machine's fault made NaN, each good for one failed request."""
         for group in range(len(pools)):
@@ -137,6 +141,8 @@ class Simulation:
             if job.cached is not None or not 0 <= cached < len(job.request.prompt) + len(job.received):
                 raise Violation(f"request {key} started with {cached} cached tokens, before: {job.cached}")
             job.cached = cached
+        self.requeued += [(key, cause) for key, cause in outputs.requeued if key in self.jobs]
+        self.num_tokens += len(outputs.keys)
         for key, token in zip(outputs.keys.tolist(), outputs.token_ids.tolist(), strict=True):
             job = self.jobs[key]
             job.received.append(token)
@@ -297,6 +303,7 @@ class Simulation:
             raise Violation(f"requests without end: {sorted(self.jobs)}")
         self.core.check_invariants()
         load = self.core.load()
+        assert load.counters.sampled_tokens == self.num_tokens
         assert load.queued == 0 and not self.core._life.by_key and not self.core._life.by_id
         for rest in load.groups:
             assert rest.running == 0 and rest.free_blocks == rest.total_blocks
