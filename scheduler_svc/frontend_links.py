@@ -5,13 +5,14 @@ Decides nothing about sequences. Never waits for a frontend: one that doesn't re
 """
 
 import asyncio
+import time
 from typing import Protocol
 
 import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
 
-from scheduler_svc.core import Ended, Request, StepOutputs
+from scheduler_svc.core import Ended, Request, RequeueCause, StepOutputs
 from shared.errors import ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
@@ -21,6 +22,12 @@ from shared.wire import pack, rules_from_pb, unpack
 
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
+
+_CAUSES = {
+    RequeueCause.PREEMPTED: core_pb2.REQUEUE_CAUSE_PREEMPTED,
+    RequeueCause.WORKER_LOST: core_pb2.REQUEUE_CAUSE_WORKER_LOST,
+    RequeueCause.TAINTED: core_pb2.REQUEUE_CAUSE_TAINTED,
+}
 
 _log = structlog.get_logger(__name__)
 
@@ -136,10 +143,15 @@ class FrontendLinks:
         for key, entries in outputs.prompt_logprobs:
             batch = batches.setdefault(key >> HANDLE_BITS, core_pb2.TokenBatch())
             batch.prompt_logprobs.add(handle=key & HANDLE_MASK, entries=entries)
+        for key, cause in outputs.requeued:
+            batch = batches.setdefault(key >> HANDLE_BITS, core_pb2.TokenBatch())
+            batch.requeued.add(handle=key & HANDLE_MASK, cause=_CAUSES[cause])
         for ended in outputs.ended:
             batch = batches.setdefault(ended.key >> HANDLE_BITS, core_pb2.TokenBatch())
             batch.ended.append(_ended(ended))
+        now = time.monotonic_ns() // 1000
         for peer, batch in batches.items():
+            batch.time_us = now
             self._send(peer, core_pb2.CoreMessage(tokens=batch))
 
     def end(self, key: int, error: TandemError) -> None:

@@ -85,7 +85,7 @@ def _worker(**options: Any) -> None:
     raise typer.Exit(worker_main.run(config))
 
 
-SERVE_SETS = ("model", "workers", "host", "port", "drain_timeout")
+SERVE_SETS = ("model", "workers", "host", "port", "metrics_port", "drain_timeout")
 app.command("serve")(
     with_parameters(
         _serve,

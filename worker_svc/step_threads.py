@@ -16,6 +16,7 @@ from shared.errors import RequestFailed, TandemError
 from shared.pb import worker_pb2
 from shared.types import StepResult
 from shared.wire import result_to_pb
+from worker_svc.stats import StepStats
 
 _log = structlog.get_logger(__name__)
 
@@ -55,10 +56,11 @@ _Begun: TypeAlias = tuple[Source, worker_pb2.StepPlan, Callable[[], StepResult]]
 class StepThreads:
     """Runs until closed."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, stats: StepStats) -> None:
         self.broken: Future[None] = Future()
         """Never done, but for the error with which the group opens no epoch any more."""
         self._group = group
+        self._stats = stats
         self._plans: queue.SimpleQueue[_Plan | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._begin_steps, self._finish_steps)]
@@ -101,13 +103,16 @@ class StepThreads:
                 self.broken.set_exception(error)
             raise
         source.opened = True
+        self._stats.opened()
         _log.info("epoch opened", instance=f"{plan.instance:016x}", epoch=plan.epoch)
 
     def _finish_steps(self) -> None:
         while (item := self._begun.get()) is not None:
             source, plan, wait = item
             try:
-                source.answer(result_to_pb(wait(), plan.instance))
+                result = result_to_pb(wait(), plan.instance)
+                source.answer(result)
+                self._stats.step(plan, result)
             except TandemError as error:
                 source.end(error)
             except Exception as error:

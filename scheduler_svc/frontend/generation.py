@@ -5,11 +5,13 @@ takes whatever has gathered since its last message. Knows nothing of sockets or 
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from scheduler_svc.frontend.detokenizer import Detokenizer
 from scheduler_svc.frontend.logprobs import SampleLogprobs
 from scheduler_svc.frontend.stop_strings import StopStrings
+from scheduler_svc.frontend.timeline import Timeline
 from scheduler_svc.frontend.vocabulary import Vocabulary
 from shared.errors import TandemError
 from shared.pb import core_pb2
@@ -33,6 +35,7 @@ class Sample:
         self.output: list[int] = unpack(submission.output).tolist()
         """All output tokens so far, those given to resume included: what a new core continues after."""
         self.finish: pb.Finish | None = None
+        self.timeline = Timeline(time.monotonic())
         self._stop_token_ids = frozenset(unpack(submission.stop_token_ids).tolist())
         self._cached_tokens: int | None = None
         self._detokenizer = detokenizer

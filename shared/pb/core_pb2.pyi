@@ -10,6 +10,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shared.pb import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -21,6 +22,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _RequeueCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequeueCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequeueCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEUE_CAUSE_UNSPECIFIED: _RequeueCause.ValueType  # 0
+    """Not used."""
+    REQUEUE_CAUSE_PREEMPTED: _RequeueCause.ValueType  # 1
+    """More important ones needed its blocks."""
+    REQUEUE_CAUSE_WORKER_LOST: _RequeueCause.ValueType  # 2
+    """Its worker was lost."""
+    REQUEUE_CAUSE_TAINTED: _RequeueCause.ValueType  # 3
+    """It shared blocks with a request whose logits had no finite maximum."""
+
+class RequeueCause(_RequeueCause, metaclass=_RequeueCauseEnumTypeWrapper):
+    """Why a running sequence is computed again."""
+
+REQUEUE_CAUSE_UNSPECIFIED: RequeueCause.ValueType  # 0
+"""Not used."""
+REQUEUE_CAUSE_PREEMPTED: RequeueCause.ValueType  # 1
+"""More important ones needed its blocks."""
+REQUEUE_CAUSE_WORKER_LOST: RequeueCause.ValueType  # 2
+"""Its worker was lost."""
+REQUEUE_CAUSE_TAINTED: RequeueCause.ValueType  # 3
+"""It shared blocks with a request whose logits had no finite maximum."""
+Global___RequeueCause: _TypeAlias = RequeueCause  # noqa: Y015
 
 @_typing.final
 class FrontendMessage(_message.Message):
@@ -443,7 +472,9 @@ Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final
 class TokenBatch(_message.Message):
-    """What one step gave to this frontend's sequences. Started precedes prompt logprobs precede tokens precedes ended."""
+    """What one step gave to this frontend's sequences. Started and requeued precede prompt logprobs precede tokens precede
+    ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -454,6 +485,8 @@ class TokenBatch(_message.Message):
     LOGPROB_SIZES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REQUEUED_FIELD_NUMBER: _builtins.int
+    TIME_US_FIELD_NUMBER: _builtins.int
     handles: _builtins.bytes
     """int32: whose tokens `token_ids` are, element by element."""
     token_ids: _builtins.bytes
@@ -462,6 +495,8 @@ class TokenBatch(_message.Message):
     """int32: bytes that each element of `token_ids` has in `logprobs`. Empty: none has any."""
     logprobs: _builtins.bytes
     """Entries as in StepResult.logprobs, joined."""
+    time_us: _builtins.int
+    """When it came about: microseconds of the host's monotonic clock."""
     @_builtins.property
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___Started]:
         """Sequences that were admitted for the first time since their Submit."""
@@ -474,6 +509,10 @@ class TokenBatch(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
         """Logprobs of prompts, as far as this step computed them."""
 
+    @_builtins.property
+    def requeued(self) -> _containers.RepeatedCompositeFieldContainer[Global___Requeued]:
+        """Sequences that went back to the queue, to be computed again."""
+
     def __init__(
         self,
         *,
@@ -484,10 +523,12 @@ class TokenBatch(_message.Message):
         logprob_sizes: _builtins.bytes = ...,
         logprobs: _builtins.bytes = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        requeued: _abc.Iterable[Global___Requeued] | None = ...,
+        time_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handles", b"handles", "logprob_sizes", b"logprob_sizes", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handles", b"handles", "logprob_sizes", b"logprob_sizes", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "requeued", b"requeued", "started", b"started", "time_us", b"time_us", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,6 +585,32 @@ class Started(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Started: _TypeAlias = Started  # noqa: Y015
+
+@_typing.final
+class Requeued(_message.Message):
+    """A sequence went back to the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The handle of its Submit."""
+    cause: Global___RequeueCause.ValueType
+    """Why."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        cause: Global___RequeueCause.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Requeued: _TypeAlias = Requeued  # noqa: Y015
 
 @_typing.final
 class Ended(_message.Message):

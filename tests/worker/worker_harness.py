@@ -22,6 +22,7 @@ from shared.wire import plan_to_pb, result_from_pb
 from worker_svc.config import WorkerConfig
 from worker_svc.progress import Progress
 from worker_svc.serve import WorkerServer
+from worker_svc.stats import no_stats
 
 DESCRIPTION = WorkerDescription("f", "m", "float64", 16, 8, 64, 300, (1,), 1, 4, 64, "0", "torch")
 PROMPT = np.arange(5, dtype=np.int32)
@@ -124,7 +125,7 @@ async def worker(model: Path | None = None, **settings: Any) -> AsyncIterator[Wo
     values = {"port": 0, "dtype": "float64", "block_size": 16, "num_kv_blocks": 32, "max_num_seqs": 4, **settings}
     config = WorkerConfig(str(model), **values)
     progress = Progress(np.zeros((1, 3)), 0)
-    server = WorkerServer(config, progress)
+    server = WorkerServer(config, progress, no_stats())
     port = await server.start()
     watch = asyncio.create_task(server.watch())
     group = ScriptedGroup(progress)

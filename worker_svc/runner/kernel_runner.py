@@ -52,6 +52,8 @@ class KernelRunner:
         self.attention = attention.name
         self.cache = cache
         self.batch = batch
+        self.padding = 0
+        """See Runner."""
         self._state = state
         self._kernels = kernels
         self._programs = programs
@@ -61,6 +63,16 @@ class KernelRunner:
         self._torch_attention = TorchAttention(self._device)
         self._flash = attention.flash is not None
         self._last: Launch | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        """See Runner."""
+        return self._programs.captured
+
+    @property
+    def graph_launches(self) -> int:
+        """See Runner."""
+        return self._programs.launches
 
     def open_epoch(self) -> None:
         """See Runner."""
@@ -82,6 +94,7 @@ class KernelRunner:
             self._update_alone()
             return NoTokens()
         launch = self._launch_of(rows)
+        self.padding += launch.padding
         lane = self._lanes.take()
         try:
             self._update(lane)

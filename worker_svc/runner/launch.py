@@ -41,6 +41,8 @@ class Launch:
     """Whether some rows sample from their top 64 tokens or fewer."""
     others: Others | None
     logged: Logged | None
+    padding: int
+    """Tokens of the bucket that are no row's."""
 
 
 def launch_of(rows: StepRows, sampling: SamplingInputs, bucket: tuple[int, int], device: torch.device) -> Launch:
@@ -52,6 +54,7 @@ def launch_of(rows: StepRows, sampling: SamplingInputs, bucket: tuple[int, int],
         narrow,
         Others(numbers[others], sampling.select(others)) if len(others) else None,
         Logged(torch.from_numpy(numbers[logged]).to(device), sampling.logprobs[logged]) if len(logged) else None,
+        padding=bucket[0] - int(rows.counts.sum()),
     )
 
 

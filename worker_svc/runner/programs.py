@@ -32,6 +32,8 @@ class Programs:
         """`mixed`: whether steps of rows of any length can be captured."""
         self._kernels = kernels
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self.launches = 0
+        """How often a graph was launched."""
         self._rows = row_buckets(limits.max_num_seqs)
         self._mixed_rows = mixed_rows(limits.max_num_seqs)
         self._mixed = mixed_buckets(limits.max_num_batched_tokens, limits.max_num_seqs) if mixed else []
@@ -40,6 +42,11 @@ class Programs:
     def num_graphs(self) -> int:
         """How many capture() makes."""
         return len(self._keys())
+
+    @property
+    def captured(self) -> int:
+        """How many there are: none before capture()."""
+        return len(self._graphs)
 
     @torch.inference_mode()
     def capture(self, *, report: bool) -> None:
@@ -99,6 +106,7 @@ class Programs:
         if graph is None:
             self._call(key)()
         else:
+            self.launches += 1
             graph.replay()
 
     def _call(self, key: _Key) -> Callable[[], object]:

@@ -42,8 +42,21 @@ class Runner(Protocol):
     """One rank's model, K/V memory and batch state."""
 
     batch: BatchState
+    cache: KVCache
     attention: str
     """What computes attention."""
+
+    @property
+    def padding(self) -> int:
+        """Tokens computed so far that fill a graph's bucket and are nobody's."""
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured."""
+
+    @property
+    def graph_launches(self) -> int:
+        """How often they were launched so far."""
 
     def open_epoch(self) -> None:
         """Drops all batch state once the running step has ended; weights and K/V memory stay."""
@@ -57,6 +70,7 @@ class TorchRunner:
     """See Runner. A step has ended when `step` returns, on a CPU."""
 
     attention = "torch"
+    padding = num_graphs = graph_launches = 0
 
     def __init__(
         self, model: CausalModel, cache: KVCache, batch: BatchState, sampler: RowSampler, device: torch.device
