@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +37,9 @@ from bench.work import (
 
 NOT_MEASURED = "Not measured: a network, tokenizing. Clients, frontends, core and worker share this machine's cores."
 _LEAD_S = 3.0  # until all clients have started and connected
+_LATE_S = 0.02  # what a client that starts in time keeps
+
+Floats: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,9 @@ class Point:
     gap_p50_ms: float
     gap_p99_ms: float
     tpot_ms: float
-    """Mean over the streams of (last - first) / (tokens - 1); 0 where each has one token."""
+    """Mean over the streams of (last - first) / (tokens - 1), with what later streams' prompts take; 0 without any."""
+    decode_ms: float
+    """From when every stream had begun to the end, per further token; 0 where streams differ in length."""
 
 
 def main(
@@ -77,8 +83,9 @@ def main(
         bench_model(model) as (folder, load_format),
         services(folder, load_format, frontends, max_num_batched_tokens, tensor_parallel) as endpoint,
     ):
-        measure(endpoint, "warm-up", equal_lengths(16, 128, 16), clients, goals)
-        for what, items in _offers(batches, rates, requests, prefill_length(context_of(folder))):
+        prompt_length = prefill_length(context_of(folder))
+        measure(endpoint, "warm-up", equal_lengths(32, prompt_length, 16), clients, goals)
+        for what, items in _offers(batches, rates, requests, prompt_length):
             points.append(measure(endpoint, what, items, clients, goals))
     _print(model, points)
     if plot is not None:
@@ -117,7 +124,9 @@ def measure(endpoint: str, what: str, items: list[Item], clients: int, goals: Go
             if reader.wait() != 0:
                 sys.exit("a client failed: see its message above")
         seen = [np.load(output) for output in outputs]
-    arrival, first, last, tokens, gaps = (np.concatenate([file[name] for file in seen]) for name in _COLUMNS)
+    arrival, late, first, last, tokens, gaps = (np.concatenate([file[name] for file in seen]) for name in _COLUMNS)
+    if late.max() > _LATE_S:
+        print(f"{what}: a request was sent {late.max() * 1e3:.0f} ms after its arrival", file=sys.stderr)
     ttft, tpot, seconds = (first - arrival) * 1e3, (last - first) / np.maximum(tokens - 1, 1) * 1e3, last.max() - start
     good = (ttft <= goals.ttft_ms) & (tpot <= goals.tpot_ms)
     return Point(
@@ -130,13 +139,20 @@ def measure(endpoint: str, what: str, items: list[Item], clients: int, goals: Go
         gap_p50_ms=_percentile(gaps * 1e3, 50),
         gap_p99_ms=_percentile(gaps * 1e3, 99),
         tpot_ms=round(float(tpot.mean()), 3),
+        decode_ms=_decode_ms(first, last, tokens),
     )
 
 
-_COLUMNS = ("arrival", "first", "last", "tokens", "gaps")
+_COLUMNS = ("arrival", "late", "first", "last", "tokens", "gaps")
 
 
-def _percentile(values: "np.typing.NDArray[np.float64]", share: int) -> float:
+def _decode_ms(first: Floats, last: Floats, tokens: Floats) -> float:
+    """See Point."""
+    equal = tokens.min() == tokens.max() > 1
+    return round(float((last.max() - first.max()) / (tokens.max() - 1) * 1e3), 3) if equal else 0.0
+
+
+def _percentile(values: Floats, share: int) -> float:
     return round(float(np.percentile(values, share)), 2) if len(values) else 0.0
 
 

@@ -2,7 +2,8 @@
 
 Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `arrival` seconds after START on the system
 clock and writes when their messages came: `arrival`, `first` and `last` of each stream, `gaps` between messages,
-`tokens` of each stream. Prompts are folded into the model's vocabulary.
+`tokens` of each stream, and `late`, how long after its arrival each request was sent. Prompts are folded into the
+model's vocabulary.
 """
 
 import asyncio
@@ -26,15 +27,16 @@ async def main(endpoint: str, start: float, output: str) -> None:
     ]
     gaps: list[float] = []
     streams = await asyncio.gather(*(_read(client, *item, gaps) for item in items))
-    arrival, first, last, tokens = (np.array(column) for column in zip(*streams, strict=True))
-    np.savez(output, arrival=arrival, first=first, last=last, tokens=tokens, gaps=np.array(gaps))
+    arrival, late, first, last, tokens = (np.array(column) for column in zip(*streams, strict=True))
+    np.savez(output, arrival=arrival, late=late, first=first, last=last, tokens=tokens, gaps=np.array(gaps))
     await client.close()
 
 
 async def _read(
     client: AsyncClient, prompt: list[int], length: int, arrival: float, gaps: list[float]
-) -> tuple[float, float, float, int]:
+) -> tuple[float, float, float, float, int]:
     await asyncio.sleep(max(arrival - time.time(), 0.0))
+    late = time.time() - arrival
     first = previous = 0.0
     tokens = 0
     stream = client.generate(
@@ -48,7 +50,7 @@ async def _read(
             gaps.append(now - previous)
         previous = now
         tokens += len(delta.token_ids)
-    return arrival, first, previous, tokens
+    return arrival, late, first, previous, tokens
 
 
 if __name__ == "__main__":

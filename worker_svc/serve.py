@@ -77,6 +77,14 @@ class WorkerServer:
             await self._update_health()
             await asyncio.sleep(BEAT_S)
 
+    async def until_stopped(self, stopped: asyncio.Event) -> None:
+        """Waits for the event. Raises what broke the group, of which only a successor can take the place."""
+        assert self._threads is not None, "it answers"
+        waiting = asyncio.create_task(stopped.wait()), asyncio.wrap_future(self._threads.broken)
+        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in ended:
+            one.result()
+
     async def drain(self) -> None:
         """Opens no new stream; lets the one that is open go on until it ends, at most for the drain timeout."""
         self._servicer.draining = True
@@ -105,7 +113,7 @@ class WorkerServer:
 
 
 async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress) -> None:
-    """Serves until SIGTERM. Raises StartupError where it can't begin to."""
+    """Serves until SIGTERM. Raises StartupError where it can't begin to, and what breaks the group."""
     server = WorkerServer(config, progress)
     port = await server.start()
     watch = asyncio.create_task(server.watch())
@@ -113,7 +121,7 @@ async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress) -> N
         description = await server.load(rendezvous)
         with stop_signals() as stopped:  # until here SIGTERM just ends the process: a load can't be interrupted
             print(ready_line(config, description, port), flush=True)
-            await stopped.wait()
+            await server.until_stopped(stopped)
             _log.info("draining")
             await server.drain()
     finally:

@@ -38,7 +38,7 @@ DECODE = np.array([[0, 1, 0]], dtype=np.int32)
 
 class ScriptedGroup:
     """Records its commands; steps wait while `gate` is closed and raise `error` where one is set, results wait while
-    `results` is closed, and that of step `failing` raises."""
+    `results` is closed, and that of step `failing` raises. No epoch opens once it is `broken`."""
 
     def __init__(self, progress: Progress) -> None:
         self.commands: list[Any] = []
@@ -48,10 +48,13 @@ class ScriptedGroup:
         self.results.set()
         self.error: Exception | None = None
         self.failing = 0
+        self.broken = False
         self._progress = progress
 
     def open_epoch(self) -> None:
         self.commands.append("open")
+        if self.broken:
+            raise RuntimeError("an illegal address")
 
     def step(self, message: worker_pb2.StepPlan) -> Callable[[], StepResult]:
         self.commands.append((message.epoch, message.step_id))

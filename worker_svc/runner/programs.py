@@ -47,10 +47,16 @@ class Programs:
         keys = self._keys()
         started = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        for key in _with_progress(keys, report):
+        for key in _with_progress("Capturing CUDA graphs", keys, report):
             self._graphs[key] = _captured(self._call(key), pool)
         if report:
             _log.info("captured CUDA graphs", graphs=len(keys), seconds=round(time.monotonic() - started, 1))
+
+    @torch.inference_mode()
+    def run_all(self, *, report: bool) -> None:
+        """In place of capture(): what every step launches is compiled."""
+        for key in _with_progress("Compiling kernels", self._keys(), report):
+            self._call(key)()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -118,7 +124,7 @@ def _captured(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _with_progress(keys: list[_Key], report: bool) -> Iterable[_Key]:
+def _with_progress(what: str, keys: list[_Key], report: bool) -> Iterable[_Key]:
     if not report or not sys.stderr.isatty():
         return keys
-    return track(keys, "Capturing CUDA graphs", console=Console(stderr=True), transient=True)
+    return track(keys, what, console=Console(stderr=True), transient=True)

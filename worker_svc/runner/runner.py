@@ -35,7 +35,7 @@ class PendingTokens(Protocol):
     """What a step gives, perhaps not yet."""
 
     def to_host(self) -> StepTokens:
-        """Waits for it; call it once, from any thread."""
+        """Waits for it. Once, in the order of the steps, from any one thread."""
 
 
 class Runner(Protocol):
