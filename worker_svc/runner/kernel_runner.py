@@ -13,6 +13,7 @@ from torch import Tensor
 from shared.types import StepPlan
 from worker_svc.layers.attention import TorchAttention
 from worker_svc.layers.kv_cache import KVCache
+from worker_svc.layers.transfer import to_device
 from worker_svc.runner.batch import BatchState
 from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.lanes import Lane, Lanes, LaneTokens
@@ -181,4 +182,4 @@ class KernelRunner:
         self._state.slots.last_tokens[slots] = tokens
 
     def _to_device(self, values: LongArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(values, self._device)

@@ -14,6 +14,7 @@ from worker_svc.layers.attention import ForwardInputs, TorchAttention
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.kv_cache import KVCache, LayerCache
 from worker_svc.layers.sampler import SampledTokens
+from worker_svc.layers.transfer import to_device
 from worker_svc.runner.batch import BatchState
 from worker_svc.runner.outcome import NO_LOGPROBS, Outcome, StepLogprobs, StepTokens
 from worker_svc.runner.row_sampler import RowSampler, logged_rows
@@ -124,4 +125,4 @@ class TorchRunner:
         return self.model(ForwardInputs(token_ids, positions, slot_mapping, attention), self.cache.layers)
 
     def _to_device(self, values: LongArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(values, self._device)
