@@ -14,7 +14,7 @@ import numpy as np
 import uvloop
 
 from bench.work import TEMPERATURE
-from tandem.client import AsyncClient
+from tandem.async_client import AsyncClient
 
 
 async def main(endpoint: str, start: float, output: str) -> None:

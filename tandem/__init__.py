@@ -10,7 +10,9 @@ from shared.errors import (
     TandemError,
     Unavailable,
 )
-from tandem.client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
+from tandem.async_client import AsyncClient
+from tandem.client import Client
+from tandem.streams import AsyncGenerationStream, GenerationStream
 from tandem.values import ChatMessage, Completion, Delta, Finish, Load, ModelInfo, Sample, Usage, WorkerLoad
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import secrets
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
@@ -45,7 +46,7 @@ class GenerateOptions(ChatOptions, total=False):
     min_p: float
     """0 keeps all."""
     seed: int
-    """The same seed and prompt give the same output."""
+    """The same seed and prompt give the same output. Default: a random one."""
     stop: str | Sequence[str]
     """Ends a sample where this, or one of these, appears; it is not shown."""
     stop_token_ids: Sequence[int]
@@ -79,6 +80,8 @@ def generate_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.G
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     given: dict[str, Any] = {**options, "request_id": options.get("request_id") or uuid.uuid4().hex}
+    if given.get("seed") is None:
+        given["seed"] = secrets.randbits(64)  # else a stream that is cut could not be continued elsewhere
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]  # a string is a sequence of strings: one letter each
     request = _filled(pb.GenerateRequest, given, _DIRECT)

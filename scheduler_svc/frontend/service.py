@@ -22,6 +22,7 @@ from shared.errors import InvalidRequest, TandemError, Unavailable
 from shared.model_config import ModelConfig, SamplingDefaults
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
+from shared.rpc import REQUEST_ID
 from shared.types import IntArray
 
 _log = structlog.get_logger(__name__)
@@ -55,6 +56,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         try:
             generation = await self._start(request, record)
             try:
+                await context.send_initial_metadata(((REQUEST_ID, record.request_id.encode()),))
                 while (response := await generation.next()) is not None:
                     record.count(response)
                     yield response

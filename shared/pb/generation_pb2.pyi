@@ -355,7 +355,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last response of each sample."""
+        """Set in the first and in the last response of each sample: the tokens so far. cached_tokens of a sample is that of its
+        very first response, also where it is resumed on another server.
+        """
 
     def __init__(
         self,
