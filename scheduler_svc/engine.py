@@ -8,12 +8,14 @@ import asyncio
 import time
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core import RETRY_AFTER_MS, Request, Scheduler, StepOutputs
+from scheduler_svc.core import RETRY_AFTER_MS, Counters, Request, Scheduler, StepOutputs
 from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
+from scheduler_svc.monitor import Monitor
 from scheduler_svc.worker_client import WorkerLink
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.types import StepPlan, StepResult, WorkerDescription
 
 STATE_INTERVAL_S = 0.5
@@ -42,6 +44,7 @@ class Engine:
         self._progressed = time.monotonic()
         """When a step was planned or gave tokens, or nothing was there to do."""
         self._broken: asyncio.Future[None] | None = None
+        self._monitor = Monitor()
 
     async def run(self, socket_path: str) -> None:
         """Serves until cancelled. Raises StartupError where a worker serves another model, and what `broke` tells."""
@@ -143,6 +146,15 @@ class Engine:
             self._core.mask_ready(key, position, allowed)
             self._wake_all()
 
+    def request_ended(self, request: RequestStats) -> None:
+        """For the statistics."""
+        self._monitor.request_ended(request)
+
+    def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done."""
+        counters = self._core.load().counters if self._core is not None else Counters()
+        return self._monitor.stats(max_requests, counters)
+
     def left(self, peer: int) -> None:
         """Ends what nobody reads any more."""
         for key in list(self._owners.get(peer, ())):
@@ -199,6 +211,7 @@ class Engine:
         outputs = self._running_core.update(group, result)
         if len(outputs.keys):
             self._progressed = time.monotonic()
+            self._monitor.generated(len(outputs.keys))
         self._plan(group)
         self._deliver(outputs)
         if result.draining and not self._running_core.load().groups[group].running:
@@ -252,6 +265,7 @@ class Engine:
             if plan is None:
                 return
             self._progressed = time.monotonic()
+            self._monitor.planned(len(plan.token_ids))
             link.send(plan)
 
     def _deliver(self, outputs: StepOutputs) -> None:

@@ -13,7 +13,19 @@ from shared.errors import (
 from tandem.async_client import AsyncClient
 from tandem.client import Client
 from tandem.streams import AsyncGenerationStream, GenerationStream
-from tandem.values import ChatMessage, Completion, Delta, Finish, Load, ModelInfo, Sample, Usage, WorkerLoad
+from tandem.values import (
+    ChatMessage,
+    Completion,
+    Delta,
+    Finish,
+    Load,
+    ModelInfo,
+    RequestStats,
+    Sample,
+    Stats,
+    Usage,
+    WorkerLoad,
+)
 
 __all__ = [
     "Aborted",
@@ -32,7 +44,9 @@ __all__ = [
     "ModelInfo",
     "QueueFull",
     "RequestFailed",
+    "RequestStats",
     "Sample",
+    "Stats",
     "TandemError",
     "Unavailable",
     "Usage",

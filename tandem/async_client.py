@@ -13,7 +13,16 @@ from tandem.client import CONNECTIONS, DEFAULT_ENDPOINT, RESUME_TIMEOUT_S
 from tandem.connections import Asking, Connections
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
 from tandem.streams import AsyncGenerationStream
-from tandem.values import Completion, Load, ModelInfo, completion_from, load_from_pb, model_info_from_pb
+from tandem.values import (
+    Completion,
+    Load,
+    ModelInfo,
+    Stats,
+    completion_from,
+    load_from_pb,
+    model_info_from_pb,
+    stats_from_pb,
+)
 
 
 class AsyncClient:
@@ -59,6 +68,10 @@ class AsyncClient:
     async def load(self) -> Load:
         """How busy the service is; of several endpoints, the next that answers."""
         return load_from_pb(await self._ask("GetLoad", pb.GetLoadRequest()))
+
+    async def stats(self, max_requests: int = 0) -> Stats:
+        """What the service has done, and how its latest requests went, at most 256."""
+        return stats_from_pb(await self._ask("GetStats", pb.GetStatsRequest(max_requests=max_requests)))
 
     async def abort(self, request_id: str) -> bool:
         """Ends a live request, whoever started it, at whichever endpoint. Whether there was one."""

@@ -15,7 +15,16 @@ from shared.rpc import CHANNEL_OPTIONS
 from tandem.connections import Asking, Connections
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
 from tandem.streams import GenerationStream
-from tandem.values import Completion, Load, ModelInfo, completion_from, load_from_pb, model_info_from_pb
+from tandem.values import (
+    Completion,
+    Load,
+    ModelInfo,
+    Stats,
+    completion_from,
+    load_from_pb,
+    model_info_from_pb,
+    stats_from_pb,
+)
 
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 CONNECTIONS = 4
@@ -72,6 +81,10 @@ class Client:
     def load(self) -> Load:
         """How busy the service is; of several endpoints, the next that answers."""
         return load_from_pb(self._ask("GetLoad", pb.GetLoadRequest()))
+
+    def stats(self, max_requests: int = 0) -> Stats:
+        """What the service has done, and how its latest requests went, at most 256."""
+        return stats_from_pb(self._ask("GetStats", pb.GetStatsRequest(max_requests=max_requests)))
 
     def abort(self, request_id: str) -> bool:
         """Ends a live request, whoever started it, at whichever endpoint. Whether there was one."""

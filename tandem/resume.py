@@ -13,8 +13,8 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
 RESUMABLE = (Unavailable, DuplicateRequest, QueueFull)
-"""Kinds after which a request that had been accepted is tried again. The server may hold the lost call for live until
-it notices the loss: a moment later the id is free. A queue may be full for a moment, too."""
+"""Kinds after which a request that was lost is tried again: the server may hold the lost call for live until it notices
+the loss, and the queue in which it had a place may be full. Without a loss before, the last two are the caller's."""
 
 
 @dataclass(slots=True)
@@ -100,6 +100,8 @@ class Patience:
             self._untried -= 1
             return 0.0
         if self._lost_since is None:
+            if not isinstance(error, Unavailable):
+                raise error
             self._lost_since = now
         if not isinstance(error, RESUMABLE) or now - self._lost_since >= self._limit:
             raise error

@@ -69,7 +69,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             self.live -= 1
             if not self.live:
                 self._idle.set()
-            record.log()
+            self._link.request_ended(record.close())
 
     def _refuse_if_draining(self) -> None:
         if self._draining:
@@ -122,6 +122,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        return self._load()
+
+    def _load(self) -> pb.GetLoadResponse:
         state = self._link.state
         if state is None:
             raise Unavailable("the scheduler core restarts; try again")
@@ -132,6 +135,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             max_running=state.max_running,
             workers=[pb.WorkerLoad(**{name: getattr(group, name) for name in names}) for group in state.groups],
         )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        stats = await self._link.stats(request.max_requests)
+        stats.load.CopyFrom(self._load())
+        return stats
 
 
 class _Record:
@@ -155,16 +163,26 @@ class _Record:
         if self._first is None:
             self._first = time.monotonic()
 
-    def log(self) -> None:
-        """One line."""
+    def close(self) -> pb.RequestStats:
+        """Logs one line, and gives the same for the statistics."""
         now = time.monotonic()
-        _log.info(
-            "request",
+        stats = pb.RequestStats(
             request_id=self.request_id,
             outcome=self.outcome,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self._cached_tokens,
             completion_tokens=self._completion_tokens,
-            first_token_ms=round(((self._first or now) - self._arrived) * 1e3, 1),
-            total_ms=round((now - self._arrived) * 1e3, 1),
+            first_token_ms=((self._first or now) - self._arrived) * 1e3,
+            total_ms=(now - self._arrived) * 1e3,
         )
+        _log.info(
+            "request",
+            request_id=stats.request_id,
+            outcome=stats.outcome,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            completion_tokens=stats.completion_tokens,
+            first_token_ms=round(stats.first_token_ms, 1),
+            total_ms=round(stats.total_ms, 1),
+        )
+        return stats

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import DeadlineExceeded, QueueFull, TandemError, Unavailable
+from shared.errors import DeadlineExceeded, DuplicateRequest, QueueFull, TandemError, Unavailable
 from tandem.resume import LONGEST_PAUSE_S, Patience
 
 LOST = Unavailable("gone")
@@ -43,9 +43,18 @@ def test_without_acceptance_every_endpoint_is_tried_once() -> None:
         Patience(0.0, 60.0, None, endpoints=3).pause_after(QueueFull("full", 5), 0.0, 0.0)
 
 
-def test_a_full_queue_says_when() -> None:
+@pytest.mark.parametrize("error", [QueueFull("full", 5), DuplicateRequest("live")])
+def test_a_refusal_without_a_loss_is_the_callers(error: TandemError) -> None:
+    patience = Patience(0.0, 60.0, None, endpoints=1)
+    patience.accepted()
+    with pytest.raises(type(error)):
+        patience.pause_after(error, 0.0, 0.0)
+
+
+def test_after_a_loss_a_full_queue_says_when() -> None:
     patience = Patience(0.0, 60.0, None, endpoints=1)
     patience.progressed()
+    patience.pause_after(LOST, 0.5, 0.0)
     assert patience.pause_after(QueueFull("full", 1500), 1.0, 0.0) == 1.5
 
 
@@ -54,6 +63,6 @@ def test_no_pause_reaches_beyond_the_deadline(error: TandemError) -> None:
     patience = Patience(0.0, 60.0, 5.0, endpoints=1)
     patience.progressed()
     assert patience.remaining(2.0) == 3.0 and patience.remaining(7.0) == 0.0
-    patience.pause_after(error, 4.0, 0.0)
+    patience.pause_after(LOST, 4.0, 0.0)
     with pytest.raises(DeadlineExceeded, match=str(error)):
         patience.pause_after(error, 4.999, 1.0)

@@ -1,0 +1,53 @@
+"""What the core process remembers for people who watch it: counters, and the latest requests of all frontends.
+
+Knows nothing of sequences; the engine tells it what passes by.
+"""
+
+import time
+from collections import deque
+from itertools import islice
+
+from scheduler_svc.core import Counters
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
+
+KEPT_REQUESTS = 256
+
+
+class Monitor:
+    """Counts from 0 in every core process."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._requests = 0
+        self._latest: deque[tuple[float, RequestStats]] = deque(maxlen=KEPT_REQUESTS)
+
+    def planned(self, prompt_tokens: int) -> None:
+        """A step computes so many tokens that were known before."""
+        self._prompt_tokens += prompt_tokens
+
+    def generated(self, tokens: int) -> None:
+        """A step sampled so many tokens."""
+        self._generation_tokens += tokens
+
+    def request_ended(self, request: RequestStats) -> None:
+        """A call has ended."""
+        self._requests += 1
+        self._latest.appendleft((time.monotonic(), request))
+
+    def stats(self, max_requests: int, counters: Counters) -> GetStatsResponse:
+        """All of it, with the newest `max_requests` requests."""
+        now = time.monotonic()
+        stats = GetStatsResponse(
+            uptime_s=now - self._started,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=counters.preemptions,
+            replays=counters.requeued,
+            requests=self._requests,
+        )
+        for ended, request in islice(self._latest, max_requests):
+            stats.latest.append(request)
+            stats.latest[-1].age_s = now - ended
+        return stats
