@@ -1,4 +1,4 @@
-"""The commands `tandem top`, `tandem bench` and `tandem batch`: for a service that runs. Parses; the work is elsewhere."""
+"""The commands `tandem top`, `tandem bench`, `tandem batch`: for a service that runs. Parses; the work is elsewhere."""
 
 from pathlib import Path
 from typing import Annotated, Any
