@@ -49,8 +49,9 @@ def main(
         bench_model(model) as (folder, load_format),
         services(folder, load_format, frontends, max_num_batched_tokens, tensor_parallel) as endpoint,
     ):
-        measure(endpoint, "warm-up", random_items(16, 128, 16), clients, goals)
-        for what, items in _offers(batches, rates, requests, prefill_length(context_of(folder))):
+        prompt_length = prefill_length(context_of(folder))
+        measure(endpoint, "warm-up", random_items(32, prompt_length, 16), clients, goals)
+        for what, items in _offers(batches, rates, requests, prompt_length):
             points.append(measure(endpoint, what, items, clients, goals))
     title = f"{model} through the services"
     print_table(title, points, NOT_MEASURED)

@@ -15,7 +15,7 @@ from shared.process import STARTUP_FAILED, exited, kill, spawn, stop_signals
 from shared.settings import to_json
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import check_model
-from worker_svc.progress import Cells, all_warm, create_cells, find_stalled
+from worker_svc.progress import Cells, Watch, all_warm, create_cells
 
 _POLL_S = 0.1
 _EXIT_S = 5.0  # from the end of draining to the end of the processes
@@ -71,14 +71,14 @@ async def _watch(
     ranks: list[subprocess.Popen[bytes]], cells: Cells, step_timeout: float, folder: Path, stopped: asyncio.Event
 ) -> None:
     """Until told to stop. Raises what happened to the first rank that ends or hangs."""
+    watch = Watch(cells, step_timeout)
     while not stopped.is_set():
         if all_warm(cells):  # mapped and connected: nothing is left behind should this process be killed
             shutil.rmtree(folder, ignore_errors=True)
         for rank, process in enumerate(ranks):
             if process.poll() is not None:
                 raise _ended(rank, process.returncode, folder)
-        stalled = find_stalled(cells, step_timeout)
-        if stalled:
+        if stalled := watch.find_stalled():
             raise WorkerFailed(f"{stalled}: the worker ends")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopped.wait(), _POLL_S)

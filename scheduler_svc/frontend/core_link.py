@@ -64,12 +64,13 @@ class CoreLink:
             giving_up.cancel()
             try:
                 await self._serve(reader, writer)
-                _log.warning("core disconnected", reason="it closed the connection")
+                reason = "it closed the connection"
             except OSError as error:
-                _log.warning("core disconnected", reason=str(error))
+                reason = str(error)
             finally:
                 writer.close()
                 self._disconnected()
+            _log.info("core disconnected", reason=reason)  # its parent knows why, and warns
             giving_up = self._give_up_later()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -4,8 +4,8 @@ Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `ar
 clock, at most CONCURRENCY at a time, and writes when their messages came; a byte on standard output for each that has
 ended. ENDPOINT may be several with commas. Prompts are folded into the model's vocabulary.
 
-OUTPUT holds arrays: `arrival`, `first`, `last` (system clock), `tokens`, `prompts` (tokens) of each stream that ended
-well, `gaps` between messages of a stream, `times` and `counts` of all messages' tokens, `errors` of the others.
+OUTPUT holds arrays: `arrival`, `late` (how long after it the request was sent), `first`, `last` (system clock), `tokens`
+and `prompts` (tokens) of each stream that ended well, `gaps` between messages of a stream, `times` and `counts` of all messages' tokens, `errors` of the others.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from tandem.bench.work import TEMPERATURE
 class Seen:
     """What all streams have seen so far."""
 
-    streams: list[tuple[float, float, float, int, int]] = field(default_factory=list)
-    """(arrival, first, last, tokens, prompt tokens)"""
+    streams: list[tuple[float, float, float, float, int, int]] = field(default_factory=list)
+    """(arrival, late, first, last, tokens, prompt tokens)"""
     gaps: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -35,8 +35,8 @@ class Seen:
 
     def save(self, output: str) -> None:
         """Writes the arrays."""
-        columns = np.array(self.streams, dtype=np.float64).reshape(-1, 5).T
-        streams = dict(zip(("arrival", "first", "last", "tokens", "prompts"), columns, strict=True))
+        columns = np.array(self.streams, dtype=np.float64).reshape(-1, 6).T
+        streams = dict(zip(("arrival", "late", "first", "last", "tokens", "prompts"), columns, strict=True))
         others = {name: np.array(getattr(self, name), dtype=np.float64) for name in ("gaps", "times", "counts")}
         np.savez(output, errors=np.array(self.errors, dtype=np.str_), **streams, **others)  # type: ignore[arg-type]
 
@@ -69,6 +69,7 @@ async def _one(
 
 
 async def _read(client: AsyncClient, prompt: list[int], length: int, arrival: float, seen: Seen) -> None:
+    late = time.time() - arrival
     first = previous = 0.0
     tokens = 0
     stream = client.generate(
@@ -84,7 +85,7 @@ async def _read(client: AsyncClient, prompt: list[int], length: int, arrival: fl
         tokens += len(delta.token_ids)
         seen.times.append(now)
         seen.counts.append(len(delta.token_ids))
-    seen.streams.append((arrival, first, previous, tokens, len(prompt)))
+    seen.streams.append((arrival, late, first, previous, tokens, len(prompt)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from tandem.bench.work import Item
 Floats: TypeAlias = NDArray[np.float64]
 
 _LEAD_S = 3.0  # until all clients have started and connected
-_COLUMNS = ("arrival", "first", "last", "tokens", "prompts", "gaps", "times", "counts")
+_LATE_S = 0.02  # what a client that starts in time keeps
+_COLUMNS = ("arrival", "late", "first", "last", "tokens", "prompts", "gaps", "times", "counts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ class Point:
     gap_p50_ms: float
     gap_p99_ms: float
     tpot_ms: float
-    """Mean over the streams of (last - first) / (tokens - 1); 0 where each has one token."""
+    """Mean over the streams of (last - first) / (tokens - 1), with what later streams' prompts take; 0 without any."""
+    decode_ms: float
+    """From when every stream had begun to the end, per further token; 0 where streams differ in length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +126,12 @@ def _share(concurrency: int | None, clients: int, number: int) -> int:
 
 def _measured(what: str, start: float, goals: Goals, seen: list[Any]) -> Measured:
     columns = {name: np.concatenate([file[name] for file in seen]) for name in _COLUMNS}
-    arrival, first, last, tokens, prompts, gaps, times, counts = columns.values()
+    arrival, late, first, last, tokens, prompts, gaps, times, counts = columns.values()
     errors = tuple(str(error) for file in seen for error in file["errors"])
     if not tokens.size:
         raise RequestFailed(f"every request failed, the first with {errors[0]}")
+    if late.max() > _LATE_S:
+        print(f"{what}: a request was sent {late.max() * 1e3:.0f} ms after its arrival", file=sys.stderr)
     ttft, tpot, seconds = (first - arrival) * 1e3, (last - first) / np.maximum(tokens - 1, 1) * 1e3, last.max() - start
     good = (ttft <= goals.ttft_ms) & (tpot <= goals.tpot_ms)
     point = Point(
@@ -140,8 +145,15 @@ def _measured(what: str, start: float, goals: Goals, seen: list[Any]) -> Measure
         gap_p50_ms=_percentile(gaps * 1e3, 50),
         gap_p99_ms=_percentile(gaps * 1e3, 99),
         tpot_ms=round(float(tpot.mean()), 3),
+        decode_ms=_decode_ms(first, last, tokens),
     )
     return Measured(point, ttft, gaps * 1e3, times - start, counts, errors)
+
+
+def _decode_ms(first: Floats, last: Floats, tokens: Floats) -> float:
+    """See Point."""
+    equal = tokens.min() == tokens.max() > 1
+    return round(float((last.max() - first.max()) / (tokens.max() - 1) * 1e3), 3) if equal else 0.0
 
 
 def _percentile(values: Floats, share: int) -> float:
