@@ -14,6 +14,9 @@ from shared.errors import Unavailable
 from tandem.client import Client
 from tandem.values import Delta
 
+RESUME_TIMEOUT_S = 10.0
+"""Shorter than the library's: somebody is watching."""
+
 _notes = Console(stderr=True, highlight=False, style="dim")
 
 
@@ -44,7 +47,7 @@ def chat(endpoint: str, *, system: str | None, **parameters: Any) -> None:
 @contextlib.contextmanager
 def connected(endpoint: str) -> Iterator[Client]:
     """A client of a running scheduler, or of several with commas. Who finds none is told how to start one."""
-    with Client(endpoint.split(",")) as client:
+    with Client(endpoint.split(","), resume_timeout=RESUME_TIMEOUT_S) as client:
         try:
             yield client
         except Unavailable as error:

@@ -62,7 +62,7 @@ class Journal:
     def append(self, results: Iterable[dict[str, Any]]) -> None:
         """Returns when the lines are on the disk."""
         results = list(results)
-        text = memoryview(b"".join(json.dumps(result, ensure_ascii=False).encode() + b"\n" for result in results))
+        text = memoryview(b"".join(json.dumps(result).encode() + b"\n" for result in results))
         while text:
             text = text[self._file.write(text) :]
         os.fsync(self._file.fileno())

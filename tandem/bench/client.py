@@ -4,8 +4,9 @@ Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `ar
 clock, at most CONCURRENCY at a time, and writes when their messages came; a byte on standard output for each that has
 ended. ENDPOINT may be several with commas. Prompts are folded into the model's vocabulary.
 
-OUTPUT holds arrays: `arrival`, `late` (how long after it the request was sent), `first`, `last` (system clock), `tokens`
-and `prompts` (tokens) of each stream that ended well, `gaps` between messages of a stream, `times` and `counts` of all messages' tokens, `errors` of the others.
+OUTPUT holds arrays: `arrival`, `late` (how long after it the request was sent), `first`, `last` (system clock),
+`tokens` and `prompts` (tokens) of each stream that ended well, `gaps` between messages of a stream, `times` and
+`counts` of all messages' tokens, `errors` of the streams that failed.
 """
 
 import asyncio

@@ -19,7 +19,8 @@ def print_table(title: str, measured: Sequence[Measured], note: str) -> None:
     """One row a point, and below what was not measured."""
     table = Table(title=title)
     for name in Point.__dataclass_fields__:
-        table.add_column(name.replace("_", " "), justify="left" if name == "what" else "right")
+        is_name = name == "what"
+        table.add_column(name.replace("_", " "), justify="left" if is_name else "right", no_wrap=is_name)
     for one in measured:
         table.add_row(*(value if isinstance(value, str) else f"{value:,}" for value in asdict(one.point).values()))
     console = Console(width=130)

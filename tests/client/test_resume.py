@@ -56,7 +56,10 @@ def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
 TEXT = "fox 🙂 sea the quick 🙂🙂 brown fox jumps STOP over the lazy dog"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SLOW_MACHINE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW_MACHINE)
 @given(
     cuts=st.lists(st.integers(0, 12), max_size=8),
     n=st.integers(1, 3),
