@@ -1,6 +1,6 @@
-"""What the core process remembers for people who watch it: counters, and the latest requests of all frontends.
+"""What the core process tells people who watch it: its counters, and the latest requests of all frontends.
 
-Knows nothing of sequences; the engine tells it what passes by.
+Knows nothing of sequences; the engine hands it what passes by.
 """
 
 import time
@@ -18,18 +18,8 @@ class Monitor:
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
         self._requests = 0
         self._latest: deque[tuple[float, RequestStats]] = deque(maxlen=KEPT_REQUESTS)
-
-    def planned(self, prompt_tokens: int) -> None:
-        """A step computes so many tokens that were known before."""
-        self._prompt_tokens += prompt_tokens
-
-    def generated(self, tokens: int) -> None:
-        """A step sampled so many tokens."""
-        self._generation_tokens += tokens
 
     def request_ended(self, request: RequestStats) -> None:
         """A call has ended."""
@@ -41,8 +31,8 @@ class Monitor:
         now = time.monotonic()
         stats = GetStatsResponse(
             uptime_s=now - self._started,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
+            prompt_tokens=counters.prefix_queries - counters.prefix_hits,
+            generation_tokens=counters.sampled_tokens,
             preemptions=counters.preemptions,
             replays=counters.requeued,
             requests=self._requests,

@@ -13,6 +13,7 @@ from shared.errors import (
 from tandem.async_client import AsyncClient
 from tandem.client import Client
 from tandem.streams import AsyncGenerationStream, GenerationStream
+from tandem.token_values import EchoedPrompt, TokenLogprob
 from tandem.values import (
     ChatMessage,
     Completion,
@@ -37,6 +38,7 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "DuplicateRequest",
+    "EchoedPrompt",
     "Finish",
     "GenerationStream",
     "InvalidRequest",
@@ -48,6 +50,7 @@ __all__ = [
     "Sample",
     "Stats",
     "TandemError",
+    "TokenLogprob",
     "Unavailable",
     "Usage",
     "WorkerLoad",

@@ -21,7 +21,8 @@ from tandem import talk
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.help import RUN, USE, Command, Commands, examples
 from tandem.models import BUILT_IN, built_in_name, model_folder
-from tandem.options import parameters, settings_from, with_parameters
+from tandem.options import given_options, parameters, request_parameters, settings_from, with_parameters
+from tandem.requests import GenerateOptions
 from tandem.tools import Endpoint, register
 from worker_svc import main as worker_main
 from worker_svc.config import WorkerConfig
@@ -47,9 +48,6 @@ Model = Annotated[
         autocompletion=lambda: list(BUILT_IN),  # and what the shell itself completes: folders
     ),
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; unset: up to the context limit.")]
-Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token; unset: the model's default.")]
-Seed = Annotated[int | None, typer.Option(help="Repeats an earlier output.")]
 
 
 def _serve(model: Model = "tiny", **options: Any) -> None:
@@ -101,7 +99,7 @@ def _worker(**options: Any) -> None:
     raise typer.Exit(worker_main.run(config))
 
 
-SERVE_SETS = ("model", "workers", "host", "port", "drain_timeout")
+SERVE_SETS = ("model", "workers", "host", "port", "metrics_port", "drain_timeout")
 app.command(
     "serve",
     cls=Command,
@@ -131,33 +129,43 @@ app.command(
 )(with_parameters(_worker, parameters(WorkerConfig)))
 
 
-@app.command(
-    cls=Command,
-    rich_help_panel=USE,
-    epilog=examples('tandem generate "It is" --max-tokens 32 --seed 1', "tandem generate - --json < prompt.txt"),
+SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids"),
+    *("seed", "stop", "include_stop_str_in_output", "skip_special_tokens", "ignore_eos"),
 )
-def generate(
+"""What both commands take of GenerateOptions."""
+
+
+def _generate(
     text: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     endpoint: Endpoint = DEFAULT_ENDPOINT,
-    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece.")] = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece, logprobs too.")] = False,
+    **options: Any,
 ) -> None:
     """Streams the continuation of a prompt."""
     prompt = sys.stdin.read() if text == "-" else text
-    talk.generate(endpoint, prompt, as_json=json, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    talk.generate(endpoint, prompt, as_json=json, **given_options(options))
 
 
-@app.command(cls=Command, rich_help_panel=USE, epilog=examples('tandem chat --system "You are brief."'))
-def chat(
+def _chat(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
+    **options: Any,
 ) -> None:
     """Talks with the model, turn by turn. Ends with Ctrl-D."""
-    talk.chat(endpoint, system=system, max_tokens=max_tokens, temperature=temperature)
+    talk.chat(endpoint, system=system, **given_options(options))
+
+
+app.command(
+    "generate",
+    cls=Command,
+    rich_help_panel=USE,
+    epilog=examples('tandem generate "It is" --max-tokens 32 --seed 1', "tandem generate - --json < prompt.txt"),
+)(with_parameters(_generate, request_parameters(GenerateOptions, (*SAMPLING, "echo", "logprobs", "prompt_logprobs"))))
+app.command("chat", cls=Command, rich_help_panel=USE, epilog=examples('tandem chat --system "You are brief."'))(
+    with_parameters(_chat, request_parameters(GenerateOptions, SAMPLING))
+)
 
 
 register(app)

@@ -6,7 +6,7 @@ So a flag is defined once, where it is used.
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
@@ -41,6 +41,36 @@ def parameters(
     return result
 
 
+def request_parameters(options: type[Any], names: Iterable[str]) -> list[inspect.Parameter]:
+    """One keyword parameter for each of the named keys of a TypedDict; None where it is not given."""
+    hints, helps = get_type_hints(options), _field_docstrings(options)
+    result = []
+    for name in names:
+        kind, text = _request_type(hints[name]), helps[name]
+        if kind not in (int, float, bool):
+            text += " As ID=VALUE;" if name == "logit_bias" else ""
+            text += " repeat the option for several."
+        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
+        result.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=None))
+    return result
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given, as the client library takes them. Raises BadParameter."""
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
+    return given
+
+
+def _bias(text: str) -> tuple[int, float]:
+    try:
+        token, value = text.split("=")
+        return int(token), float(value)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not ID=VALUE", param_hint="--logit-bias") from None
+
+
 def with_parameters(function: Callable[..., None], options: Iterable[inspect.Parameter]) -> Callable[..., None]:
     """Gives a function of **options the signature that typer reads."""
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -57,6 +87,12 @@ def settings_from(kind: type[Any], values: dict[str, Any]) -> Any:
         if hints[name] == tuple[str, ...]:
             values[name] = tuple(part.strip() for item in value for part in item.split(",") if part.strip())
     return kind(**values)
+
+
+def _request_type(hint: Any) -> Any:
+    if hint == Sequence[int]:
+        return list[int]
+    return hint if hint in (int, float, bool) else list[str]
 
 
 def _option_type(hint: Any) -> Any:

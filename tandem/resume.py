@@ -26,6 +26,13 @@ class _Received:
     """From the sample's very first response: the cache of a second server says nothing of this sample."""
     finished: bool = False
 
+    def usage(self, delta: Delta) -> Usage | None:
+        """In the last delta alone."""
+        if delta.usage is None or not self.finished:
+            return None
+        assert self.started is not None, "it is this one, if no earlier one came"
+        return replace(delta.usage, cached_tokens=self.started.cached_tokens)
+
 
 class Progress:
     """A request with its seed, and what has been received of it."""
@@ -33,11 +40,17 @@ class Progress:
     def __init__(self, request: pb.GenerateRequest) -> None:
         """`request` has a seed: without one the rest would be another output than the one that was begun."""
         self._request = request
-        first = request.sample_index
-        self._samples = {index: _Received() for index in range(first, first + (request.n or 1))}
+        self._first = request.sample_index
+        self._samples = {index: _Received() for index in range(self._first, self._first + (request.n or 1))}
+        self._is_echoed = False
+        self._prompt_logprobs = 0
+        """How many the caller has."""
+        self._repeated = 0
+        """How many of them the calls that run will tell again."""
 
     def remaining(self) -> list[pb.GenerateRequest]:
         """What to ask for now: all at first, later each unfinished sample on its own, from its last token on."""
+        self._repeated = self._prompt_logprobs
         if not any(sample.token_ids or sample.finished for sample in self._samples.values()):
             return [self._request]
         return [self._rest(index, sample) for index, sample in self._samples.items() if not sample.finished]
@@ -48,6 +61,8 @@ class Progress:
         request.n = 1
         request.sample_index = index
         request.output_token_ids.ids.extend(sample.token_ids)
+        if index != self._first:
+            request.output.ClearField("prompt_logprobs")  # told once, with the first sample
         return request
 
     def take(self, response: pb.GenerateResponse) -> Delta:
@@ -56,10 +71,16 @@ class Progress:
         sample.token_ids += delta.token_ids
         sample.finished = delta.finish is not None
         sample.started = sample.started or delta.usage
-        if delta.usage is None or not sample.finished:
-            return replace(delta, usage=None)
-        assert sample.started is not None, "it is this usage, if no earlier one came"
-        return replace(delta, usage=replace(delta.usage, cached_tokens=sample.started.cached_tokens))
+        return replace(self._of_prompt(delta), usage=sample.usage(delta))
+
+    def _of_prompt(self, delta: Delta) -> Delta:
+        """Without what has been told of the prompt before: a server tells it as long as it has sent no token."""
+        echo = None if self._is_echoed else delta.echo
+        self._is_echoed = self._is_echoed or echo is not None
+        known = min(self._repeated, len(delta.prompt_logprobs))
+        self._repeated -= known
+        self._prompt_logprobs += len(delta.prompt_logprobs) - known
+        return replace(delta, echo=echo, prompt_logprobs=delta.prompt_logprobs[known:])
 
 
 class Patience:

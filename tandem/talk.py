@@ -63,6 +63,8 @@ def _ask() -> str | None:
 
 def show(delta: Delta, started: float) -> None:
     """Prints a piece of text as it comes, and after the last one how it ended and how fast it was."""
+    if delta.echo:
+        print(delta.echo.text, end="")
     print(delta.text, end="", flush=True)
     if delta.finish and delta.usage:
         seconds, tokens = time.monotonic() - started, delta.usage.completion_tokens

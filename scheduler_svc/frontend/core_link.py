@@ -7,6 +7,7 @@ submitted again, with their output so far, to the core that takes its place. Kno
 import asyncio
 import time
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import numpy as np
 import structlog
 
 from scheduler_svc.frontend.generation import Sample
+from scheduler_svc.frontend.timeline import CORE_LOST, PREEMPTED, TAINTED, WORKER_LOST
 from shared.errors import TandemError, Unavailable
 from shared.framing import FramingError, read_message, write_message
+from shared.histogram import SHORT_S, Histogram
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
-from shared.wire import pack
+from shared.wire import pack, unpack
 
 RECONNECT_INTERVAL = 0.05
 """Seconds between attempts to reach a core that is away: one connect to a Unix socket costs microseconds."""
@@ -28,6 +31,12 @@ would starve them, since reading what has arrived already never yields; with it,
 _READ_BUFFER_BYTES = 1 << 20
 _MAX_HANDLE = (1 << 32) - 1
 _LITTLE_UINT32 = np.dtype("<u4")
+
+_CAUSES = {
+    core_pb2.REQUEUE_CAUSE_PREEMPTED: PREEMPTED,
+    core_pb2.REQUEUE_CAUSE_WORKER_LOST: WORKER_LOST,
+    core_pb2.REQUEUE_CAUSE_TAINTED: TAINTED,
+}
 
 _log = structlog.get_logger(__name__)
 
@@ -51,6 +60,10 @@ class CoreLink:
         """The core's last word; None while it is away."""
         self.changed = asyncio.Event()
         """Set when `state` changed; whoever watches it clears it."""
+        self.gaps = Histogram(SHORT_S)
+        """Seconds between two tokens of a sample."""
+        self.resubmissions = 0
+        """Samples submitted again, to a core that took another's place."""
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""
@@ -78,6 +91,9 @@ class CoreLink:
         for handle, sample in self._live.items():
             sample.submission.output = pack(np.array(sample.output, dtype=np.int32))
             sample.submission.again = True
+            sample.submission.prompt_logprobs_received = sample.logprobs.num_received
+            sample.timeline.requeued(CORE_LOST, time.monotonic())
+            self.resubmissions += 1
             self._send(core_pb2.FrontendMessage(submit=sample.submission))
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
         while (payload := await read_message(reader)) is not None:
@@ -210,17 +226,37 @@ class CoreLink:
 
     def _deliver(self, batch: core_pb2.TokenBatch) -> None:
         """A handle without a sample was cancelled while its tokens were on their way."""
+        at, now = batch.time_us / 1e6, time.monotonic()
         for started in batch.started:
             if (sample := self._live.get(started.handle)) is not None:
                 sample.started(started.cached_tokens)
+                sample.timeline.started(at)
+        for requeued in batch.requeued:
+            if (sample := self._live.get(requeued.handle)) is not None:
+                sample.timeline.requeued(_CAUSES[requeued.cause], at)
+        for prompt in batch.prompt_logprobs:
+            if (sample := self._live.get(prompt.handle)) is not None:
+                sample.push_prompt(prompt.entries)
         handles = np.frombuffer(batch.handles, _LITTLE_UINT32).tolist()
         tokens = np.frombuffer(batch.token_ids, "<i4").tolist()
-        for handle, token_id in zip(handles, tokens, strict=True):
+        for handle, token_id, logprobs in zip(handles, tokens, _entries(batch, len(tokens)), strict=True):
             sample = self._live.get(handle)
-            if sample is not None and not sample.push(token_id):
+            if sample is None:
+                continue
+            if (gap := sample.timeline.token(now)) is not None:
+                self.gaps.observe(gap)
+            if not sample.push(token_id, logprobs):
                 self.cancel((sample,))
         for ended in batch.ended:
             sample = self._live.pop(ended.handle, None)
             if sample is not None:
                 del self._handles[sample]
                 sample.ended(ended)
+
+
+def _entries(batch: core_pb2.TokenBatch, num_tokens: int) -> list[bytes]:
+    """Of each token its logprobs, no bytes where they were not asked for."""
+    if not batch.logprob_sizes:
+        return [b""] * num_tokens
+    ends = [0, *accumulate(unpack(batch.logprob_sizes).tolist())]
+    return [batch.logprobs[start:end] for start, end in pairwise(ends)]

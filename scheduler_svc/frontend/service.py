@@ -4,39 +4,41 @@ Converts protobuf at this edge. Errors are raised by kind and become status code
 """
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-import structlog
-
+from scheduler_svc.frontend.bounds import checked_ids
 from scheduler_svc.frontend.core_link import CoreLink
-from scheduler_svc.frontend.generation import Generation
+from scheduler_svc.frontend.generation import Generation, skips_special_tokens
 from scheduler_svc.frontend.prompts import Prompts
+from scheduler_svc.frontend.record import Record
+from scheduler_svc.frontend.request_counts import CANCELLED, DEADLINE_EXCEEDED, RequestCounts
 from scheduler_svc.frontend.seeds import random_seed
-from scheduler_svc.frontend.stop_strings import StopStrings
-from scheduler_svc.frontend.validation import check_request, checked_ids, submissions
+from scheduler_svc.frontend.tracing import Tracing
+from scheduler_svc.frontend.validation import check_request, submissions
 from shared import __version__
-from shared.errors import InvalidRequest, TandemError, Unavailable
+from shared.errors import InvalidRequest, Unavailable
 from shared.model_config import ModelConfig, SamplingDefaults
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
 from shared.rpc import REQUEST_ID
 from shared.types import IntArray
 
-_log = structlog.get_logger(__name__)
-
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Generate and what a client needs around it."""
 
-    def __init__(self, model: ModelConfig, defaults: SamplingDefaults, prompts: Prompts, link: CoreLink) -> None:
+    def __init__(
+        self, model: ModelConfig, defaults: SamplingDefaults, prompts: Prompts, link: CoreLink, tracing: Tracing
+    ) -> None:
         """`defaults` answer where a request is silent about sampling."""
         self._model = model
         self._defaults = defaults
         self._prompts = prompts
         self._link = link
+        self._tracing = tracing
+        self.counts = RequestCounts()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -50,7 +52,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self._refuse_if_draining()
-        record = _Record(request.request_id or uuid.uuid4().hex)
+        trace = self._tracing.begin(context.invocation_metadata())
+        record = Record(request.request_id or uuid.uuid4().hex, trace, self.counts)
         self.live += 1
         self._idle.clear()
         try:
@@ -62,28 +65,34 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     yield response
             finally:
                 self._link.cancel(generation.samples)
-        except TandemError as error:
-            record.outcome = type(error).__name__
+        except Exception as error:
+            record.failed(error)
             raise
         finally:
             self.live -= 1
             if not self.live:
                 self._idle.set()
+            if record.outcome == CANCELLED and _is_late(context):
+                record.outcome = DEADLINE_EXCEEDED
             self._link.request_ended(record.close())
 
     def _refuse_if_draining(self) -> None:
         if self._draining:
             raise Unavailable("this server shuts down; try another")
 
-    async def _start(self, request: pb.GenerateRequest, record: "_Record") -> Generation:
+    async def _start(self, request: pb.GenerateRequest, record: Record) -> Generation:
         model = await self._link.ready()
         check_request(request, model)
         prompt = await self._prompt(request, model)
         seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
-        record.prompt_tokens = prompt.size
-        samples = submissions(request, record.request_id, seed, prompt, model, self._defaults)
-        stops = StopStrings.build(request.stopping.stop)
-        generation = Generation(samples, seed, self._prompts.vocabulary, stops)
+        bad_words = await self._prompts.encode_words(request.sampling.bad_words)
+        samples = submissions(request, record.request_id, seed, prompt, bad_words, model, self._defaults)
+        first = pb.GenerateResponse(request_id=record.request_id, seed=seed)
+        if request.output.echo and not request.output_token_ids.ids:
+            first.echo.text = await self._prompts.decode(prompt.tolist(), skips_special_tokens(request))
+            first.echo.token_ids.extend(prompt.tolist())
+        generation = Generation(samples, first, self._prompts.vocabulary, request)
+        record.accepted(prompt.size, generation.samples)
         self._link.submit(sample for sample in generation.samples if sample.finish is None)
         return generation
 
@@ -142,47 +151,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return stats
 
 
-class _Record:
-    """What the log says of one call: counts and durations, never text."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.prompt_tokens = 0
-        self.outcome = "cancelled"
-        self._completion_tokens = 0
-        self._cached_tokens = 0
-        self._arrived = time.monotonic()
-        self._first: float | None = None
-
-    def count(self, response: pb.GenerateResponse) -> None:
-        """One more message. The outcome of a finished call is its last sample's."""
-        self._completion_tokens += len(response.token_ids)
-        if response.HasField("finish"):
-            self.outcome = pb.FinishReason.Name(response.finish.reason).removeprefix("FINISH_REASON_").lower()
-            self._cached_tokens = response.usage.cached_tokens
-        if self._first is None:
-            self._first = time.monotonic()
-
-    def close(self) -> pb.RequestStats:
-        """Logs one line, and gives the same for the statistics."""
-        now = time.monotonic()
-        stats = pb.RequestStats(
-            request_id=self.request_id,
-            outcome=self.outcome,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
-            first_token_ms=((self._first or now) - self._arrived) * 1e3,
-            total_ms=(now - self._arrived) * 1e3,
-        )
-        _log.info(
-            "request",
-            request_id=stats.request_id,
-            outcome=stats.outcome,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            completion_tokens=stats.completion_tokens,
-            first_token_ms=round(stats.first_token_ms, 1),
-            total_ms=round(stats.total_ms, 1),
-        )
-        return stats
+def _is_late(context: Any) -> bool:
+    """Whether the caller's deadline has passed: gRPC cancels the call then as if the caller had left."""
+    left = context.time_remaining()
+    return left is not None and left <= 0

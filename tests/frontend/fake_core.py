@@ -1,6 +1,7 @@
 """The core's end of the socket with a script instead of a scheduler: says what a test or a benchmark tells it to."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -141,6 +142,7 @@ class FakeCore:
 
     def send_batch(self, batch: core_pb2.TokenBatch) -> None:
         """One step's outputs."""
+        batch.time_us = time.monotonic_ns() // 1000
         self._send(core_pb2.CoreMessage(tokens=batch))
 
     async def submitted(self, count: int = 1) -> list[core_pb2.Submit]:

@@ -37,11 +37,11 @@ def request(number: int, **changes: Any) -> RequestStats:
 
 
 def test_a_frame_tells_what_the_service_said() -> None:
-    shown = text(frame(latest=(request(1), request(2, outcome="RequestFailed", total_ms=1500.0))))
+    shown = text(frame(latest=(request(1), request(2, outcome="internal", total_ms=1500.0))))
     for words in (
         "tiny (Qwen3ForCausalLM, float32) at host:1", "1,234 tokens/s", "▁▅█", "56 tokens/s", "7.2 requests/s",
         "2 of 64", "3 queued", "4 preempted, 5 replayed", "[::1]:5", "25% of 80 blocks", "away", "0% of 0 blocks",
-        "latest 1 finished", "100.0 ms", "20.0 ms", "300.0 ms", "1:05 ago", "RequestFailed", "1.50 s", "up 1:02:05",
+        "latest 1 finished", "100.0 ms", "20.0 ms", "300.0 ms", "1:05 ago", "internal", "1.50 s", "up 1:02:05",
     ):  # fmt: skip
         assert words in shown, words
 
@@ -96,5 +96,5 @@ def test_a_service_counts_its_requests_and_their_ends(server: Server) -> None:
             time.sleep(0.005)
     good, bad = server.core.requests_ended
     assert (good.request_id, good.outcome, good.completion_tokens) == ("good", "length", 2)
-    assert (bad.request_id, bad.outcome) == ("bad", "RequestFailed")
+    assert (bad.request_id, bad.outcome) == ("bad", "internal")
     assert 0 < good.first_token_ms <= good.total_ms

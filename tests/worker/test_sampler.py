@@ -33,6 +33,8 @@ def inputs(rows: int, **given: Any) -> SamplingInputs:
         seeds=column("seeds", 0, np.uint64),
         suppressed=np.zeros((0, 2), dtype=np.int32),
         masks=(),
+        ruled=np.zeros(rows, dtype=bool),
+        logprobs=np.full(rows, -1),
     )
 
 

@@ -5,13 +5,13 @@ maximum trick (Maddison et al. 2014). Common rows exchange one (value, token) pe
 all logits and decides.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shared.types import IntArray
 from worker_svc.layers.filters import filter_logits
 from worker_svc.layers.noise import exponential, row_keys, torch_noise_bits
 from worker_svc.layers.norm import wide
@@ -28,10 +28,6 @@ class SampledTokens:
     failed: Tensor
     """[N] bool: the row's logits had no finite maximum."""
 
-    def to_host(self) -> tuple[IntArray, IntArray]:
-        """Token ids, and the indices of failed rows. Waits for the device."""
-        return self.token_ids.int().cpu().numpy(), self.failed.nonzero()[:, 0].int().cpu().numpy()
-
 
 class Sampler:
     """Samples on one rank, which has the logits of the tokens from `start` on."""
@@ -41,10 +37,15 @@ class Sampler:
         self._start = start
         self._vocabulary_size = vocabulary_size
 
-    def __call__(self, logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
-        """`logits` [N, tokens of this rank], changed in place. Every rank calls it with the same inputs."""
+    def __call__(
+        self, logits: Tensor, inputs: SamplingInputs, rules: Callable[[Tensor], None] | None = None
+    ) -> SampledTokens:
+        """`logits` [N, tokens of this rank], changed in place; `rules` changes them too, before temperature and
+        filters. Every rank calls it with the same inputs."""
         logits = logits.to(wide(logits.dtype))
         self._restrict(logits, inputs)
+        if rules is not None:
+            rules(logits)
         temperature = torch.from_numpy(np.where(inputs.greedy, 1, inputs.temperature)).to(logits)
         logits /= temperature[:, None]
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
