@@ -11,9 +11,11 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import RETRY_AFTER_MS, Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
 from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
+from scheduler_svc.monitor import Monitor
 from scheduler_svc.worker_client import WorkerLink
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.types import StepPlan, StepResult, WorkerDescription
 
 STATE_INTERVAL_S = 0.5
@@ -42,6 +44,7 @@ class Engine:
         self._progressed = time.monotonic()
         """When a step was planned or gave tokens, or nothing was there to do."""
         self._broken: asyncio.Future[None] | None = None
+        self._monitor = Monitor()
 
     async def run(self, socket_path: str) -> None:
         """Serves until cancelled. Raises StartupError where a worker serves another model, and what `broke` tells."""
@@ -153,6 +156,14 @@ class Engine:
         if self._core is not None:
             self._core.mask_ready(key, position, allowed)
             self._wake_all()
+
+    def request_ended(self, request: RequestStats) -> None:
+        """For the statistics."""
+        self._monitor.request_ended(request)
+
+    def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done."""
+        return self._monitor.stats(max_requests, self.load().counters)
 
     def left(self, peer: int) -> None:
         """Ends what nobody reads any more."""

@@ -16,6 +16,7 @@ from scheduler_svc.core import Ended, Request, RequeueCause, StepOutputs
 from shared.errors import ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.rpc import STATUS_CODES
 from shared.types import FinishReason
 from shared.wire import pack, rules_from_pb, unpack
@@ -49,6 +50,12 @@ class FrontendListener(Protocol):
 
     def mask_ready(self, key: int, position: int, allowed: bytes) -> None:
         """The tokens that a constrained sequence may sample next."""
+
+    def request_ended(self, request: RequestStats) -> None:
+        """A frontend's call has ended."""
+
+    def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done, but for its load."""
 
     def left(self, peer: int) -> None:
         """A frontend is gone, with all its sequences."""
@@ -107,6 +114,13 @@ class FrontendLinks:
             case "mask_ready":
                 mask = message.mask_ready
                 self._listener.mask_ready(_key(peer, mask.handle), mask.position, mask.allowed)
+            case "request_ended":
+                self._listener.request_ended(message.request_ended)
+            case "stats_question":
+                asked = message.stats_question
+                stats = self._listener.stats(asked.max_requests)
+                told = core_pb2.StatsAnswer(question=asked.question, stats=stats)
+                self._send(peer, core_pb2.CoreMessage(stats_answer=told))
 
     def _submit(self, key: int, submit: core_pb2.Submit) -> None:
         try:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
@@ -19,6 +20,7 @@ from shared.errors import TandemError, Unavailable
 from shared.framing import FramingError, read_message, write_message
 from shared.histogram import SHORT_S, Histogram
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.wire import pack, unpack
 
 RECONNECT_INTERVAL = 0.05
@@ -50,7 +52,7 @@ class CoreLink:
         self._live: dict[int, Sample] = {}
         self._handles: dict[Sample, int] = {}
         self._last_handle = 0
-        self._questions: dict[int, asyncio.Future[bool]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._last_question = 0
         self._model = core_pb2.ServedModel()
         self._ready = asyncio.Event()
@@ -149,17 +151,33 @@ class CoreLink:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request by its public id, on whatever frontend it is. Whether there was one."""
+        answer = await self._ask(core_pb2.FrontendMessage(abort_by_id=core_pb2.AbortById(request_id=request_id)))
+        return bool(answer.found)
+
+    async def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done, but for its load."""
+        question = core_pb2.StatsQuestion(max_requests=max_requests)
+        answer = await self._ask(core_pb2.FrontendMessage(stats_question=question))
+        stats: GetStatsResponse = answer.stats
+        return stats
+
+    async def _ask(self, message: core_pb2.FrontendMessage) -> Any:
+        """The core's answer to a question, which gets its number here. Raises Unavailable where the core dies first."""
         await self.ready()
-        self._last_question = self._last_question % _MAX_HANDLE + 1
-        question = self._last_question
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._questions[question] = answer
-        by_id = core_pb2.AbortById(question=question, request_id=request_id)
-        self._send(core_pb2.FrontendMessage(abort_by_id=by_id))
+        self._last_question = number = self._last_question % _MAX_HANDLE + 1
+        kind = message.WhichOneof("kind")
+        assert kind is not None
+        getattr(message, kind).question = number
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._send(message)
         try:
             return await answer
         finally:
-            self._questions.pop(question, None)
+            self._questions.pop(number, None)
+
+    def request_ended(self, request: RequestStats) -> None:
+        """For the core's statistics, which go without it while the core is away."""
+        self._send(core_pb2.FrontendMessage(request_ended=request))
 
     @property
     def held(self) -> int:
@@ -189,9 +207,14 @@ class CoreLink:
         elif kind == "state":
             self._set_state(message.state)
         elif kind == "abort_answer":
-            answer = self._questions.get(message.abort_answer.question)
-            if answer is not None and not answer.done():
-                answer.set_result(message.abort_answer.found)
+            self._answered(message.abort_answer)
+        elif kind == "stats_answer":
+            self._answered(message.stats_answer)
+
+    def _answered(self, answer: core_pb2.AbortAnswer | core_pb2.StatsAnswer) -> None:
+        waiting = self._questions.get(answer.question)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _set_state(self, state: core_pb2.CoreState) -> None:
         self.state = state

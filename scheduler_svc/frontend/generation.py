@@ -38,6 +38,7 @@ class Sample:
         self.timeline = Timeline(time.monotonic())
         self._stop_token_ids = frozenset(unpack(submission.stop_token_ids).tolist())
         self._cached_tokens: int | None = None
+        self._is_new = True
         self._detokenizer = detokenizer
         self._call = call
         stop = detokenizer.skip(self.output)
@@ -100,6 +101,8 @@ class Sample:
         response.logprobs.extend(self.logprobs.take(len(token_ids)))
         if self.finish is not None:
             response.finish.CopyFrom(self.finish)
+        if self.finish is not None or self._is_new:
+            self._is_new = False
             response.usage.prompt_tokens = len(self.submission.prompt) // 4
             response.usage.completion_tokens = len(self.output)
             response.usage.cached_tokens = self._cached_tokens or 0

@@ -49,8 +49,8 @@ class Record:
         """It ends with an error."""
         self.outcome = outcome_of(error)
 
-    def close(self) -> None:
-        """The request is over."""
+    def close(self) -> pb.RequestStats:
+        """The request is over; what the service's statistics tell of it."""
         now = time.monotonic()
         for sample in self._samples:
             sample.timeline.close(now)
@@ -58,6 +58,18 @@ class Record:
         self._counts.end(self.outcome, now - self._arrived)
         self._log(now)
         self._end_trace(now)
+        return self._stats(now)
+
+    def _stats(self, now: float) -> pb.RequestStats:
+        return pb.RequestStats(
+            request_id=self.request_id,
+            outcome=self.outcome,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            first_token_ms=((self._first or now) - self._arrived) * 1e3,
+            total_ms=(now - self._arrived) * 1e3,
+        )
 
     def _log(self, now: float) -> None:
         timelines = [sample.timeline for sample in self._samples]

@@ -22,6 +22,7 @@ from shared.errors import InvalidRequest, Unavailable
 from shared.model_config import ModelConfig, SamplingDefaults
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
+from shared.rpc import REQUEST_ID
 from shared.types import IntArray
 
 
@@ -58,6 +59,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         try:
             generation = await self._start(request, record)
             try:
+                await context.send_initial_metadata(((REQUEST_ID, record.request_id.encode()),))
                 while (response := await generation.next()) is not None:
                     record.count(response)
                     yield response
@@ -72,7 +74,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 self._idle.set()
             if record.outcome == CANCELLED and _is_late(context):
                 record.outcome = DEADLINE_EXCEEDED
-            record.close()
+            self._link.request_ended(record.close())
 
     def _refuse_if_draining(self) -> None:
         if self._draining:
@@ -129,6 +131,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        return self._load()
+
+    def _load(self) -> pb.GetLoadResponse:
         state = self._link.state
         if state is None:
             raise Unavailable("the scheduler core restarts; try again")
@@ -139,6 +144,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             max_running=state.max_running,
             workers=[pb.WorkerLoad(**{name: getattr(group, name) for name in names}) for group in state.groups],
         )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        stats = await self._link.stats(request.max_requests)
+        stats.load.CopyFrom(self._load())
+        return stats
 
 
 def _is_late(context: Any) -> bool:

@@ -11,6 +11,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from shared.pb import generation_pb2 as _generation_pb2
 from shared.pb import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -61,6 +62,8 @@ class FrontendMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     ABORT_BY_ID_FIELD_NUMBER: _builtins.int
     MASK_READY_FIELD_NUMBER: _builtins.int
+    REQUEST_ENDED_FIELD_NUMBER: _builtins.int
+    STATS_QUESTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit:
         """A new sequence."""
@@ -77,6 +80,14 @@ class FrontendMessage(_message.Message):
     def mask_ready(self) -> Global___MaskReady:
         """The tokens that a constrained sequence may sample next."""
 
+    @_builtins.property
+    def request_ended(self) -> _generation_pb2.RequestStats:
+        """A Generate call has ended, for the statistics."""
+
+    @_builtins.property
+    def stats_question(self) -> Global___StatsQuestion:
+        """A client asks for the statistics."""
+
     def __init__(
         self,
         *,
@@ -84,12 +95,14 @@ class FrontendMessage(_message.Message):
         cancel: Global___Cancel | None = ...,
         abort_by_id: Global___AbortById | None = ...,
         mask_ready: Global___MaskReady | None = ...,
+        request_ended: _generation_pb2.RequestStats | None = ...,
+        stats_question: Global___StatsQuestion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -317,6 +330,7 @@ class CoreMessage(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ABORT_ANSWER_FIELD_NUMBER: _builtins.int
+    STATS_ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def state(self) -> Global___CoreState:
         """The core's state: first on every connection, then on each change and every half second."""
@@ -329,18 +343,23 @@ class CoreMessage(_message.Message):
     def abort_answer(self) -> Global___AbortAnswer:
         """The answer to AbortById."""
 
+    @_builtins.property
+    def stats_answer(self) -> Global___StatsAnswer:
+        """The answer to StatsQuestion."""
+
     def __init__(
         self,
         *,
         state: Global___CoreState | None = ...,
         tokens: Global___TokenBatch | None = ...,
         abort_answer: Global___AbortAnswer | None = ...,
+        stats_answer: Global___StatsAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer", "stats_answer"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -724,3 +743,57 @@ class AbortAnswer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortAnswer: _TypeAlias = AbortAnswer  # noqa: Y015
+
+@_typing.final
+class StatsQuestion(_message.Message):
+    """Asks what the service has done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """Number of this question, returned in the answer."""
+    max_requests: _builtins.int
+    """Most requests to tell of."""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        max_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests", b"max_requests", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsQuestion: _TypeAlias = StatsQuestion  # noqa: Y015
+
+@_typing.final
+class StatsAnswer(_message.Message):
+    """The answer to StatsQuestion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """The question's number."""
+    @_builtins.property
+    def stats(self) -> _generation_pb2.GetStatsResponse:
+        """Complete but for the load, which every frontend knows."""
+
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        stats: _generation_pb2.GetStatsResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "stats", b"stats"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsAnswer: _TypeAlias = StatsAnswer  # noqa: Y015

@@ -11,6 +11,7 @@ import numpy as np
 
 from shared.framing import read_message, write_message
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import RequestStats
 from shared.wire import pack, unpack
 
 Answer = tuple[Sequence[int], core_pb2.Ended | None]
@@ -55,6 +56,7 @@ class FakeCore:
         self.submits: list[core_pb2.Submit] = []
         self.cancelled: list[int] = []
         self.aborted: list[str] = []
+        self.requests_ended: list[RequestStats] = []
         self.connections = 0
         self.answer_aborts = True
         self._path = path
@@ -106,6 +108,8 @@ class FakeCore:
             self.cancelled.append(message.cancel.handle)
         elif kind == "abort_by_id":
             self._abort(message.abort_by_id)
+        elif kind == "request_ended":
+            self.requests_ended.append(message.request_ended)
 
     def _abort(self, question: core_pb2.AbortById) -> None:
         self.aborted.append(question.request_id)
