@@ -38,6 +38,8 @@ class SchedulerConfig:
     started again."""
     worker_loss_timeout: float = 60.0
     """Seconds without any worker group after which waiting requests end UNAVAILABLE."""
+    grammar_timeout: float = 5.0
+    """Seconds that compiling a request's grammar may take; then the request is refused."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
     metrics_port: int | None = None
@@ -57,6 +59,7 @@ class SchedulerConfig:
         check_bounds(self, ("depth",), 1, DEPTH_LIMIT)
         check_bounds(self, ("step_timeout",), 1)
         check_bounds(self, ("worker_loss_timeout", "drain_timeout"), 0)
+        check_bounds(self, ("grammar_timeout",), 0.1)
         if not self.workers:
             raise StartupError("--workers: at least one host:port is needed")
         for endpoint in self.workers:

@@ -7,6 +7,7 @@ loop, so that all of them are taken before the next schedule(). Decides nothing 
 import asyncio
 import time
 
+from scheduler_svc.cache_news import CacheReporter
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import RETRY_AFTER_MS, Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
 from scheduler_svc.fitting import core_config, foreign, smaller
@@ -31,6 +32,7 @@ class Engine:
         self._core: Scheduler | None = None
         self._served: WorkerDescription | None = None
         self._frontends = FrontendLinks(self)
+        self._cache = CacheReporter(self._frontends.tell_cache)
         self.links = [
             WorkerLink(group, endpoint, self, instance=instance, step_timeout=config.step_timeout)
             for group, endpoint in enumerate(config.workers)
@@ -40,6 +42,8 @@ class Engine:
         """Live keys of each frontend connection."""
         self._early: dict[int, Request] = {}
         """Requests that came before the first worker, by key."""
+        self._early_masks: dict[int, tuple[int, bytes]] = {}
+        """What mask_ready said of them, by key."""
         self._without_worker_since: float | None = None
         self._progressed = time.monotonic()
         """When a step was planned or gave tokens, or nothing was there to do."""
@@ -60,7 +64,8 @@ class Engine:
     @property
     def held(self) -> int:
         """Entries of all per-request maps, the core's included: 0 when nothing is live."""
-        return len(self._early) + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
+        early = len(self._early) + len(self._early_masks)
+        return early + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
 
     def load(self) -> Load:
         """How busy the service is; before the first worker, who waits for one."""
@@ -101,6 +106,7 @@ class Engine:
         state.model.context_limit = self._core.context_limit
         state.model.vocabulary_size = self._served.vocabulary_size
         state.model.eos_token_ids.extend(self._served.eos_token_ids)
+        state.model.block_size = self._served.block_size
         return state
 
     def submit(self, request: Request) -> None:
@@ -119,13 +125,17 @@ class Engine:
         for key, request in list(self._early.items()):
             try:
                 core.submit(request)
+                if key in self._early_masks:
+                    core.mask_ready(key, *self._early_masks[key])
             except TandemError as error:
                 self._end_early(key, error)
         self._early.clear()
+        self._early_masks.clear()
         self._settle()
 
     def _end_early(self, key: int, error: TandemError) -> None:
         del self._early[key]
+        self._early_masks.pop(key, None)
         self._forget(key)
         self._frontends.end(key, error)
 
@@ -138,6 +148,7 @@ class Engine:
     def cancel(self, key: int) -> None:
         """The frontend expects no answer."""
         self._early.pop(key, None)
+        self._early_masks.pop(key, None)
         self._forget(key)
         if self._core is not None and self._core.abort(key):
             self._wake_all()
@@ -156,6 +167,18 @@ class Engine:
         if self._core is not None:
             self._core.mask_ready(key, position, allowed)
             self._wake_all()
+        elif key in self._early:
+            self._early_masks[key] = (position, allowed)
+
+    def watch_cache(self, peer: int, watch: bool) -> None:
+        """A frontend begins or ends following what is cached."""
+        self._cache.watch(peer, watch)
+
+    def flush_cache(self) -> bool:
+        """Forgets what is cached; False while a request is live."""
+        flushed = not self.held and (self._core is None or self._core.flush_cache())
+        self._cache.tell()
+        return flushed
 
     def request_ended(self, request: RequestStats) -> None:
         """For the statistics."""
@@ -167,6 +190,7 @@ class Engine:
 
     def left(self, peer: int) -> None:
         """Ends what nobody reads any more."""
+        self._cache.watch(peer, False)
         for key in list(self._owners.get(peer, ())):
             self.cancel(key)
 
@@ -194,6 +218,7 @@ class Engine:
             raise StartupError(f"worker {self.links[group].endpoint} {problem}")
         self._core = Scheduler(core_config(self._config, description, self._hash_seed))
         self._served = description
+        self._cache.attach(self._core.cache_watch)
         self._submit_early(self._core)
 
     @property
@@ -230,6 +255,7 @@ class Engine:
     def lost(self, group: int) -> None:
         """Its sequences go back to the queue: to other groups at once, or to wait for its return."""
         self._deliver(self._running_core.worker_lost(group))
+        self._cache.tell()
         self._frontends.broadcast(self.state())
         self._wake_all()
 
@@ -275,9 +301,10 @@ class Engine:
         while link.is_connected and len(link.outstanding) < depth:
             plan = self._running_core.schedule(group)
             if plan is None:
-                return
+                break
             self._progressed = time.monotonic()
             link.send(plan)
+        self._cache.tell()
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """What a plan started or put back is told at once, not with its result: frontends take the times."""

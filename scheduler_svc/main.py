@@ -60,7 +60,7 @@ async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
     """The socket that takes the children's metrics, if there is an endpoint to tell them."""
     if config.metrics_port is None:
         return None
-    require_free(config.host, config.metrics_port, "--metrics-port")
+    require_free(config.host, config.metrics_port, port_flag="--metrics-port")
     path, hub = _socket_path(folder, "stat.sock"), MetricsHub()
     await hub.serve(path)
     serve_metrics(config.host, config.metrics_port, hub.read)
@@ -96,6 +96,7 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
         own_port=find_free(config.host),
         model_name=config.model_name,
         use_generation_config=config.generation_config,
+        grammar_timeout=config.grammar_timeout,
         core_timeout=config.worker_loss_timeout,
         drain_timeout=config.drain_timeout,
         metrics_socket=metrics_socket,

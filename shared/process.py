@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,17 +34,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 def spawn(
-    module: str, arguments: Sequence[str], env: Mapping[str, str] | None = None, *, quiet: bool = False
+    module: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    quiet: bool = False,
+    stdio: socket.socket | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m module arguments` as a child of this process. The module's main calls die_with_parent().
 
-    A quiet child's standard output is dropped; its log on standard error is not. The child is in a process group of
+    A quiet child's standard output is dropped; its log on standard error is not. With `stdio`, the other end of a
+    socket of the caller's, that is its standard input and output. The child is in a process group of
     its own: Ctrl-C reaches the parent alone, which then stops its children in the right order.
     """
+    handle = None if stdio is None else stdio.fileno()
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL if quiet else None,
+        stdin=subprocess.DEVNULL if handle is None else handle,
+        stdout=subprocess.DEVNULL if quiet else handle,
         env={**os.environ, **(env or {}), _PARENT: str(os.getpid())},
         process_group=0,
     )

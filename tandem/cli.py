@@ -6,6 +6,7 @@ Imports no torch: only the ranks of a worker do.
 import asyncio
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +17,8 @@ from shared.errors import StartupError, TandemError
 from shared.model_config import load_model_config
 from shared.process import STARTUP_FAILED, die_with_parent
 from shared.telemetry import configure_logging
+from tandem import gateway, talk
 from tandem import serve as serving
-from tandem import talk
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.help import RUN, USE, Command, Commands, examples
 from tandem.models import BUILT_IN, built_in_name, model_folder
@@ -56,14 +57,40 @@ def _serve(model: Model = "tiny", **options: Any) -> None:
     Prints one line when ready. Ctrl-C stops all of it; a second Ctrl-C does not wait for running streams.
     """
     configure_logging("serve")
+    raise typer.Exit(asyncio.run(serving.run(*_serve_settings(model, options))))
+
+
+GatewayOptions = Annotated[list[str] | None, typer.Argument(help="Further options of the gateway, after --.")]
+
+
+def _openai(gateway_options: GatewayOptions = None, model: Model = "tiny", **options: Any) -> None:
+    """Serves a model with OpenAI's HTTP API: `tandem serve` behind the gateway smg.
+
+    Needs pip install 'tandem-serve[gateway]'.
+
+    Prints one line when ready. Ctrl-C stops all of it; a second Ctrl-C does not wait for running streams.
+    """
+    configure_logging("openai")
+    config = gateway.GatewayConfig(**_taken(options, gateway.GatewayConfig))
+    gateway.require_installed()
+    settings = _serve_settings(model, options)
+    raise typer.Exit(asyncio.run(gateway.run(config, gateway_options or [], *settings)))
+
+
+def _serve_settings(model: str, options: dict[str, Any]) -> tuple[serving.ServeConfig, str, list[str], list[str]]:
+    """What is wrong is told once, before a process is started that would tell it too."""
     folder = model_folder(model)
-    config = serving.ServeConfig(**{field.name: options.pop(field.name) for field in fields(serving.ServeConfig)})
+    config = serving.ServeConfig(**_taken(options, serving.ServeConfig))
     scheduler, worker = _given(options, SchedulerConfig), _given(options, WorkerConfig)
-    # What is wrong is told once, before a process is started that would tell it too.
     load_model_config(folder)
     SchedulerConfig(model=folder, workers=(DEFAULT_ENDPOINT,), **scheduler)
     WorkerConfig(model=str(folder), **worker)
-    raise typer.Exit(asyncio.run(serving.run(config, model, _arguments(scheduler), _arguments(worker))))
+    return config, model, _arguments(scheduler), _arguments(worker)
+
+
+def _taken(options: dict[str, Any], settings: type[Any]) -> dict[str, Any]:
+    """Takes the settings' own options out of all."""
+    return {field.name: options.pop(field.name) for field in fields(settings)}
 
 
 def _given(options: dict[str, Any], settings: type[Any]) -> dict[str, Any]:
@@ -100,21 +127,23 @@ def _worker(**options: Any) -> None:
 
 
 SERVE_SETS = ("model", "workers", "host", "port", "metrics_port", "drain_timeout")
+SERVE_OPTIONS = [
+    *parameters(serving.ServeConfig),
+    *parameters(SchedulerConfig, without=SERVE_SETS, optional=True, heading="The scheduler"),
+    *parameters(WorkerConfig, without=SERVE_SETS, optional=True, heading="Each worker"),
+]
 app.command(
     "serve",
     cls=Command,
     rich_help_panel=RUN,
     epilog=examples("tandem serve --model tiny", "tandem serve --model /models/Qwen3-8B --tensor-parallel 2"),
-)(
-    with_parameters(
-        _serve,
-        [
-            *parameters(serving.ServeConfig),
-            *parameters(SchedulerConfig, without=SERVE_SETS, optional=True, heading="The scheduler"),
-            *parameters(WorkerConfig, without=SERVE_SETS, optional=True, heading="Each worker"),
-        ],
-    )
-)
+)(with_parameters(_serve, SERVE_OPTIONS))
+app.command(
+    "openai",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem openai --model tiny"),
+)(with_parameters(_openai, [*parameters(gateway.GatewayConfig), *SERVE_OPTIONS]))
 app.command(
     "scheduler",
     cls=Command,
@@ -141,11 +170,22 @@ def _generate(
     text: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece, logprobs too.")] = False,
+    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema for the output.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that matches the whole output.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="File with a grammar for the output, Lark or EBNF.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="One of the possible outputs; give it several times.")
+    ] = None,
     **options: Any,
 ) -> None:
     """Streams the continuation of a prompt."""
     prompt = sys.stdin.read() if text == "-" else text
-    talk.generate(endpoint, prompt, as_json=json, **given_options(options))
+    constraint = {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
+    talk.generate(endpoint, prompt, as_json=json, **given_options(options | constraint))
+
+
+def _text(file: Path | None) -> str | None:
+    return file.read_text(encoding="utf-8") if file else None
 
 
 def _chat(

@@ -1,16 +1,16 @@
 """Turns what a caller of the client library writes into requests. Checks nothing that the server checks."""
 
-import contextlib
 import json
 import secrets
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from google.protobuf.message import Message
 
 from shared.errors import InvalidRequest
 from shared.pb import generation_pb2 as pb
+from tandem.constraints import ConstraintOptions, constraint_from, naming
 from tandem.values import ChatMessage
 
 M = TypeVar("M", bound=Message)
@@ -30,7 +30,7 @@ class ChatOptions(TypedDict, total=False):
     """Ends the prompt with the opening of an assistant turn. Default True."""
 
 
-class GenerateOptions(ChatOptions, total=False):
+class GenerateOptions(ChatOptions, ConstraintOptions, total=False):
     """How to continue a prompt. What is left out is the server's matter: the model's generation_config.json."""
 
     max_tokens: int
@@ -111,21 +111,23 @@ def generate_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.G
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]  # a string is a sequence of strings: one letter each
     if "allowed_token_ids" in given:
-        with _naming("allowed_token_ids"):
+        with naming("allowed_token_ids"):
             given["allowed_token_ids"] = pb.TokenIds(ids=given["allowed_token_ids"])
     request = _filled(pb.GenerateRequest, given, _DIRECT)
     request.sampling.CopyFrom(_filled(pb.SamplingParams, given, _SAMPLING))
     request.stopping.CopyFrom(_filled(pb.StoppingParams, given, _STOPPING))
     request.output.CopyFrom(_filled(pb.OutputParams, given, _OUTPUT))
+    if (constraint := constraint_from(options)) is not None:
+        request.constraint.CopyFrom(constraint)
     if "output_token_ids" in given:
-        with _naming("output_token_ids"):
+        with naming("output_token_ids"):
             request.output_token_ids.ids.extend(given["output_token_ids"])
     if isinstance(prompt, str):
         _set_text(request, prompt)
     elif _is_chat(prompt):
         request.chat.CopyFrom(chat_prompt(prompt, options))
     else:
-        with _naming("token_ids"):
+        with naming("token_ids"):
             request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
     return request
 
@@ -147,22 +149,13 @@ def _filled(kind: type[M], options: Mapping[str, Any], names: Sequence[str]) -> 
     message = kind()
     for name in names:
         if name in options:
-            with _naming(name):
+            with naming(name):
                 message.MergeFrom(kind(**{name: options[name]}))
     return message
 
 
-@contextlib.contextmanager
-def _naming(field: str) -> Iterator[None]:
-    """protobuf's complaint about a value names no field. Text with half a character is such a value too."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(field, str(error)) from None
-
-
 def _set_text(request: pb.GenerateRequest | pb.TokenizeRequest, text: str) -> None:
-    with _naming("text"):
+    with naming("text"):
         request.text = text
 
 
@@ -175,14 +168,14 @@ def _is_chat(prompt: Any) -> bool:
 def chat_prompt(messages: Sequence[Any], options: Mapping[str, Any]) -> pb.ChatPrompt:
     """Messages are ChatMessages or mappings with role, content and perhaps further keys."""
     chat = pb.ChatPrompt()
-    with _naming("tools"):
+    with naming("tools"):
         chat.tools_json.extend(json.dumps(tool) for tool in options.get("tools", ()))
-    with _naming("template_kwargs"):
+    with naming("template_kwargs"):
         chat.template_kwargs_json = json.dumps(options["template_kwargs"]) if "template_kwargs" in options else ""
     if "add_generation_prompt" in options:
         chat.add_generation_prompt = options["add_generation_prompt"]
     for index, message in enumerate(messages):
-        with _naming(f"messages[{index}]"):
+        with naming(f"messages[{index}]"):
             chat.messages.append(_message(message))
     return chat
 

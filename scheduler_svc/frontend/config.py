@@ -28,6 +28,8 @@ class FrontendConfig:
     """Seconds that rendering the chat template may take."""
     tokenizer_threads: int = 2
     """Threads that tokenize: a long prompt must not hold up a short one."""
+    grammar_timeout: float = 5.0
+    """Seconds that compiling a request's grammar may take."""
     core_timeout: float = 30.0
     """Seconds that requests wait for a core that is away; then they end UNAVAILABLE."""
     drain_timeout: float = 30.0

@@ -7,7 +7,9 @@ takes whatever has gathered since its last message. Knows nothing of sockets or 
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 
+from scheduler_svc.frontend.constraint import Constraint
 from scheduler_svc.frontend.detokenizer import Detokenizer
 from scheduler_svc.frontend.logprobs import SampleLogprobs
 from scheduler_svc.frontend.stop_strings import StopStrings
@@ -29,9 +31,12 @@ class Sample:
         detokenizer: Detokenizer,
         logprobs: SampleLogprobs,
         call: "Generation",
+        constraint: Constraint | None = None,
     ) -> None:
         self.submission = submission
         self.logprobs = logprobs
+        self.constraint = constraint
+        """Has begun after the submission's output; None where any text will do."""
         self.output: list[int] = unpack(submission.output).tolist()
         """All output tokens so far, those given to resume included: what a new core continues after."""
         self.finish: pb.Finish | None = None
@@ -65,9 +70,12 @@ class Sample:
         stop = self._detokenizer.push(token_id)
         if stop is not None:
             self._end(pb.Finish(reason=pb.FINISH_REASON_STOP, stop=stop))
-        elif self._detokenizer.has_news:
+            return False
+        if self.constraint is not None:
+            self.constraint.push(token_id)
+        if self._detokenizer.has_news:
             self._call.has_news(self)
-        return stop is None
+        return True
 
     def ended(self, ended: core_pb2.Ended) -> None:
         """The core is done with it."""
@@ -118,8 +126,10 @@ class Generation:
         first: pb.GenerateResponse,
         vocabulary: Vocabulary,
         request: pb.GenerateRequest,
+        constraints: Sequence[Constraint] = (),
     ) -> None:
-        """`submissions` are one per sample; what stands in `first` is in the first response."""
+        """`submissions` are one per sample, as are `constraints`, if there are any; what stands in `first` is in the
+        first response."""
         self._news: dict[Sample, None] = {}
         self._wake = asyncio.Event()
         self._error: TandemError | None = None
@@ -129,11 +139,14 @@ class Generation:
         self.samples = [
             Sample(
                 submission,
-                Detokenizer(vocabulary, stops, submission.min_tokens, skip_special_tokens=skip, include_stop=include),
+                Detokenizer(
+                    vocabulary, stops, request.stopping.min_tokens, skip_special_tokens=skip, include_stop=include
+                ),
                 SampleLogprobs(submission, vocabulary),
                 self,
+                constraint,
             )
-            for submission in submissions
+            for submission, constraint in zip_longest(submissions, constraints)
         ]
         self._unfinished = len(self.samples)
 

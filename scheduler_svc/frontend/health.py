@@ -38,10 +38,19 @@ class Health:
         self._draining = True
         await self._update()
 
-    async def _update(self) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Able to serve or to take over."""
         state = self._link.state
-        open_ = state is not None and not self._draining
-        ready = open_ and state is not None and state.HasField("model") and state.progressing
-        active = open_ and state is not None and state.active
+        return not self._draining and state is not None and state.HasField("model") and state.progressing
+
+    @property
+    def is_active(self) -> bool:
+        """Requests are served here and now."""
+        state = self._link.state
+        return not self._draining and state is not None and state.active
+
+    async def _update(self) -> None:
+        ready, active = self.is_ready, self.is_active
         for name, serving in (("", ready), (READINESS, ready), (ACTIVE, active), (SERVICE, active)):
             await self.servicer.set(name, _Status.SERVING if serving else _Status.NOT_SERVING)

@@ -7,16 +7,14 @@ import asyncio
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from scheduler_svc.frontend.chat_template import RESERVED_VARIABLES, load_chat_template
 from scheduler_svc.frontend.config import FrontendConfig
-from scheduler_svc.frontend.vocabulary import Vocabulary
-from shared.errors import InvalidRequest, StartupError
+from scheduler_svc.frontend.vocabulary import Vocabulary, load_tokenizer
+from shared.errors import InvalidRequest
 from shared.pb import generation_pb2 as pb
 from shared.types import IntArray
 
@@ -27,10 +25,10 @@ class Prompts:
     def __init__(self, config: FrontendConfig) -> None:
         """Raises StartupError where the model folder lacks something or has what is not supported."""
         self._config = config
-        self._tokenizer = _load_tokenizer(config.model / "tokenizer.json")
+        self.tokenizer = load_tokenizer(config.model)
         self._template = load_chat_template(config.model)
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
-        self.vocabulary = Vocabulary(self._tokenizer)
+        self.vocabulary = Vocabulary(self.tokenizer)
 
     async def encode(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> IntArray:
         """Ids of a request's text or chat, [num_tokens]. Raises InvalidRequest."""
@@ -56,7 +54,7 @@ class Prompts:
         size = len(request.text.encode())
         if size > self._config.max_prompt_bytes:
             raise InvalidRequest("text", f"has {size} bytes; at most {self._config.max_prompt_bytes} are allowed")
-        return np.array(self._tokenizer.encode(request.text).ids, dtype=np.int32)
+        return np.array(self.tokenizer.encode(request.text).ids, dtype=np.int32)
 
     def _encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Each as it stands at the beginning of a text and after a space: mostly these are different tokens."""
@@ -64,7 +62,7 @@ class Prompts:
         for index, word in enumerate(words):
             bare = word.lstrip() or word
             for text in (bare, f" {bare}"):
-                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
                 if not ids:
                     raise InvalidRequest(f"sampling.bad_words[{index}]", "has no tokens")
                 encoded[ids] = None
@@ -72,13 +70,13 @@ class Prompts:
 
     def _encode_chat(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> IntArray:
         text = self.render(request.chat)
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def render(self, chat: pb.ChatPrompt) -> str:
         """The text of a conversation by the model's template. Raises InvalidRequest."""
         if not chat.messages:
             raise InvalidRequest("chat.messages", "at least one message is required")
-        tools = [_object("chat.tools_json", text) for text in chat.tools_json]
+        tools = tools_of(chat)
         variables = _object("chat.template_kwargs_json", chat.template_kwargs_json)
         reserved = RESERVED_VARIABLES.intersection(variables)
         if reserved:
@@ -93,20 +91,13 @@ class Prompts:
         )
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
-    if not path.exists():
-        raise StartupError(f"{path} is missing")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower kind
-        raise StartupError(f"{path}: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def tools_of(chat: pb.ChatPrompt) -> list[dict[str, Any]]:
+    """The tools of a conversation. Raises InvalidRequest."""
+    return [_object("chat.tools_json", text) for text in chat.tools_json]
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:

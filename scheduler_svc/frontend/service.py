@@ -5,13 +5,16 @@ Converts protobuf at this edge. Errors are raised by kind and become status code
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from scheduler_svc.frontend.bounds import checked_ids
+from scheduler_svc.frontend.constraint import Constraint, MinTokens
 from scheduler_svc.frontend.core_link import CoreLink
 from scheduler_svc.frontend.generation import Generation, skips_special_tokens
-from scheduler_svc.frontend.prompts import Prompts
+from scheduler_svc.frontend.grammar_compiler import GrammarCompiler
+from scheduler_svc.frontend.grammars import grammar_of
+from scheduler_svc.frontend.prompts import Prompts, tools_of
 from scheduler_svc.frontend.record import Record
 from scheduler_svc.frontend.request_counts import CANCELLED, DEADLINE_EXCEEDED, RequestCounts
 from scheduler_svc.frontend.seeds import random_seed
@@ -24,18 +27,26 @@ from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
 from shared.rpc import REQUEST_ID
 from shared.types import IntArray
+from shared.wire import unpack
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Generate and what a client needs around it."""
 
     def __init__(
-        self, model: ModelConfig, defaults: SamplingDefaults, prompts: Prompts, link: CoreLink, tracing: Tracing
+        self,
+        model: ModelConfig,
+        defaults: SamplingDefaults,
+        prompts: Prompts,
+        grammars: GrammarCompiler,
+        link: CoreLink,
+        tracing: Tracing,
     ) -> None:
         """`defaults` answer where a request is silent about sampling."""
         self._model = model
         self._defaults = defaults
         self._prompts = prompts
+        self._grammars = grammars
         self._link = link
         self._tracing = tracing
         self.counts = RequestCounts()
@@ -50,7 +61,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._draining = True
         await self._idle.wait()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
         self._refuse_if_draining()
         trace = self._tracing.begin(context.invocation_metadata())
         record = Record(request.request_id or uuid.uuid4().hex, trace, self.counts)
@@ -91,7 +102,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if request.output.echo and not request.output_token_ids.ids:
             first.echo.text = await self._prompts.decode(prompt.tolist(), skips_special_tokens(request))
             first.echo.token_ids.extend(prompt.tolist())
-        generation = Generation(samples, first, self._prompts.vocabulary, request)
+        constraints = await self._constraints(request, samples, model) if request.HasField("constraint") else ()
+        generation = Generation(samples, first, self._prompts.vocabulary, request, constraints)
         record.accepted(prompt.size, generation.samples)
         self._link.submit(sample for sample in generation.samples if sample.finish is None)
         return generation
@@ -100,6 +112,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if request.WhichOneof("prompt") == "token_ids":
             return checked_ids("token_ids", request.token_ids.ids, model.vocabulary_size)
         return await self._prompts.encode(request)
+
+    async def _constraints(
+        self, request: pb.GenerateRequest, samples: Sequence[core_pb2.Submit], model: core_pb2.ServedModel
+    ) -> list[Constraint]:
+        """One for each sample. Raises InvalidRequest for a bad grammar, or for given output that it does not allow."""
+        grammar = grammar_of(request.constraint, tools_of(request.chat))
+        stops = unpack(samples[0].stop_token_ids).tolist()
+        min_tokens = MinTokens.of(request.stopping.min_tokens, stops, model.vocabulary_size)
+        constraint = await self._grammars.begin(grammar, min_tokens, unpack(samples[0].output).tolist())
+        return [constraint, *(constraint.copy() for _ in samples[1:])]
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         if not request.request_id:

@@ -44,6 +44,8 @@ def check_request(request: pb.GenerateRequest, model: core_pb2.ServedModel) -> N
     for name in ("logprobs", "prompt_logprobs"):
         within(f"output.{name}", getattr(request.output, name), 0, MOST_LOGPROBS)
     _check_stopping(request.stopping, model.vocabulary_size)
+    if request.HasField("constraint") and request.stopping.ignore_eos:
+        raise InvalidRequest("stopping.ignore_eos", "must be unset with a constraint, which ends with such a token")
 
 
 def _check_length(prompt: str, tokens: int, context_limit: int) -> None:
@@ -98,7 +100,7 @@ def submissions(
     """
     output = checked_ids("output_token_ids", request.output_token_ids.ids, model.vocabulary_size)
     room = _room(request, prompt, output, model.context_limit)
-    stopping = request.stopping
+    stopping, constrained = request.stopping, request.HasField("constraint")
     stop_token_ids = _stop_token_ids(stopping, model)
     held_back = stop_token_ids.tolist() if stopping.min_tokens else ()
     rules = resolve_rules(request.sampling, defaults, model.vocabulary_size, bad_words, held_back)
@@ -108,10 +110,11 @@ def submissions(
         output=pack(output),
         sampling=_resolved(request.sampling, defaults, model.vocabulary_size),
         max_tokens=min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else 0,
-        min_tokens=min(stopping.min_tokens, room),
+        min_tokens=0 if constrained else min(stopping.min_tokens, room),
         stop_token_ids=pack(stop_token_ids),
         cache_salt=request.cache_salt,
         priority=request.priority,
+        constrained=constrained,
     )
     if rules != NO_RULES:
         first.sampling.rules.CopyFrom(rules_to_pb(rules))

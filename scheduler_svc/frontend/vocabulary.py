@@ -1,8 +1,24 @@
 """What each token id stands for, in bytes. Reads the tokenizer once; knows nothing of requests."""
 
+from pathlib import Path
+
 from tokenizers import Tokenizer, decoders
 
 from shared.errors import StartupError
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The model folder's tokenizer. Raises StartupError."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise StartupError(f"{path} is missing")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower kind
+        raise StartupError(f"{path}: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class Vocabulary:
@@ -28,7 +44,7 @@ class Vocabulary:
         """The same with the text of special tokens."""
         known = self._known.get(token_id)
         if known is None:
-            known = self._known[token_id] = _bytes_of(self._tokenizer.id_to_token(token_id) or "")
+            known = self._known[token_id] = bytes_of(self._tokenizer.id_to_token(token_id) or "")
         return known
 
 
@@ -42,7 +58,7 @@ def _byte_of_character() -> dict[str, int]:
 _BYTES = _byte_of_character()
 
 
-def _bytes_of(token: str) -> bytes:
+def bytes_of(token: str) -> bytes:
     """Bytes of one entry of the vocabulary; an added token outside the alphabet stands for its own text."""
     try:
         return bytes(_BYTES[character] for character in token)

@@ -60,6 +60,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of this request among the live ones, at most 256 bytes; a second live request of the same name is refused
@@ -100,6 +101,10 @@ class GenerateRequest(_message.Message):
         """
 
     @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """The language that the output must be in. Unset: any text."""
+
+    @_builtins.property
     def output(self) -> Global___OutputParams:
         """What to return besides the text, and which text."""
 
@@ -117,17 +122,124 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         output_token_ids: Global___TokenIds | None = ...,
         sample_index: _builtins.int = ...,
+        constraint: Global___Constraint | None = ...,
         output: Global___OutputParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "output", b"output", "output_token_ids", b"output_token_ids", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "constraint", b"constraint", "output", b"output", "output_token_ids", b"output_token_ids", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "output", b"output", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "n", b"n", "output", b"output", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """A language for the output: every token is sampled among those that keep to it, and end-of-sequence tokens only where
+    the output is complete. An output that max_tokens, a stop string or a stop token ends earlier is a beginning of one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that a schema accepts (JSON Schema, as JSON text)."""
+    json_object: _builtins.bool
+    """Any JSON object."""
+    regex: _builtins.str
+    """Text that a regular expression matches as a whole."""
+    grammar: _builtins.str
+    """Text that a context-free grammar produces: Lark as llguidance reads it, or EBNF in GBNF's spelling."""
+    structural_tag: _builtins.str
+    """Free text in which JSON of a schema follows given tags (structures, triggers, as JSON text)."""
+    @_builtins.property
+    def choice(self) -> Global___Choice:
+        """One of some texts."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Calls of the chat's tools and nothing else. Requires chat.tools_json."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choice: Global___Choice | None = ...,
+        structural_tag: _builtins.str = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex", "structural_tag", b"structural_tag", "tool_choice", b"tool_choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex", "structural_tag", b"structural_tag", "tool_choice", b"tool_choice"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_language: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag", "tool_choice"]  # noqa: Y015
+    _WhichOneofArgType_language: _TypeAlias = _typing.Literal["language", b"language"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_language) -> _WhichOneofReturnType_language | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class Choice(_message.Message):
+    """Some texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 4,096, none of them empty."""
+
+    def __init__(
+        self,
+        *,
+        choices: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choice: _TypeAlias = Choice  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Calls of tools, in the form in which Qwen3 writes them, with arguments that fit the tools' parameters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    function: _builtins.str
+    """Name of the only function that may be called. Empty: any of the tools."""
+    parallel_tool_calls: _builtins.bool
+    """Allows more than one call. Unset: true."""
+    def __init__(
+        self,
+        *,
+        function: _builtins.str = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "function", b"function", "parallel_tool_calls", b"parallel_tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -426,7 +538,7 @@ class StoppingParams(_message.Message):
     min_tokens: _builtins.int
     """Fewest output tokens: until then end-of-sequence and stop tokens can't be sampled and stop strings don't end it."""
     ignore_eos: _builtins.bool
-    """Goes on past end-of-sequence tokens."""
+    """Goes on past end-of-sequence tokens. Not together with a constraint, which ends with one."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ends the sample where one of these appears; it is not shown unless include_stop_str_in_output is set. At most 16,

@@ -126,7 +126,7 @@ def test_the_calls_around_generate(server: Server, tokenizer: Tokenizer) -> None
         assert client.tokenize("fox 🙂") == tokenizer.encode("fox 🙂").ids
         assert client.detokenize(tokenizer.encode("fox 🙂").ids) == "fox 🙂"
         info = client.model_info()
-        assert (info.architecture, info.eos_token_ids, info.max_context_length) == ("Qwen3ForCausalLM", (420, 422), 200)
+        assert (info.architecture, info.eos_token_ids, info.max_context_length) == ("Qwen3ForCausalLM", (398, 400), 200)
         assert client.load().workers == (WorkerLoad("worker:1", True, 0, 64, 60),)
         assert not client.abort("nobody")
 

@@ -156,7 +156,7 @@ def test_stop_tokens_are_those_of_the_request_and_the_model_unless_ignored(model
     first, second = _submitted(
         model, pb.GenerateRequest(text="a", stopping=own), pb.GenerateRequest(text="a", stopping=ignoring)
     )
-    assert ids(first.stop_token_ids) == [3, 9, 420, 422]
+    assert ids(first.stop_token_ids) == [3, 9, 398, 400]
     assert ids(second.stop_token_ids) == [9]
 
 

@@ -1,0 +1,126 @@
+"""Grammars compiled by llguidance, and the token masks they give. Knows nothing of requests, samples or time limits.
+
+What llguidance is told of the model, in which dialect, and how its errors read is decided here and nowhere else.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from scheduler_svc.frontend.grammars import Grammar, with_options
+from scheduler_svc.frontend.vocabulary import bytes_of
+
+Mask = NDArray[np.uint8]
+"""[ceil(vocabulary size / 8)]: bit v % 8 of byte v // 8 is set if token v is allowed."""
+
+MAX_LEXER_STATES = 50_000
+"""Of one sample, 1 to 2 kB each; llguidance's own limit would allow 500 MB."""
+MAX_MESSAGE_CHARACTERS = 1000
+"""An error may quote the whole grammar; a status message may not."""
+
+
+class GrammarError(ValueError):
+    """A grammar, or an output's way through it, is at fault. The message is for the caller."""
+
+
+class GrammarTokenizer:
+    """The model's tokens as llguidance needs them. Immutable; threads share it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Takes most of a second for 150,000 tokens, and holds the interpreter for it. A byte-level BPE tokenizer."""
+        self.vocabulary_size = vocabulary_size
+        described = TokenizerWrapper(_Tokens(tokenizer, vocabulary_size, eos_token_ids))
+        self.tokens = LLTokenizer(described, eos_token=list(eos_token_ids))
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer. Ids of the model without a token stand for nothing: no mask allows them."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        size = min(vocabulary_size, 1 + max(tokenizer.get_vocab(with_added_tokens=True).values()))
+        added = tokenizer.get_added_tokens_decoder()
+        self.tokens = [bytes_of(tokenizer.id_to_token(token_id) or "") for token_id in range(size)]
+        self.special_token_ids = [token_id for token_id, token in added.items() if token.special and token_id < size]
+        self.bos_token_id = None
+        self.eos_token_id = eos_token_ids[0]
+        self._special = frozenset(self.special_token_ids)
+        self._bytes = {token: token_id for token_id, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of text that a grammar leaves no choice about, as the model would see it in a prompt.
+
+        Byte by byte where that is other text (normalization) or reads like a special token, which it is not.
+        """
+        token_ids: list[int] = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
+        exact = b"".join(self.tokens[token_id] for token_id in token_ids) == text
+        if exact and self._special.isdisjoint(token_ids):
+            return token_ids
+        return [self._bytes[text[index : index + 1]] for index in range(len(text))]
+
+
+class Matcher:
+    """A grammar and how far an output is through it. Not for two threads at a time; copies are independent."""
+
+    def __init__(self, matcher: LLMatcher, mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._mask_bytes = mask_bytes
+
+    def copy(self) -> Self:
+        """Another one at the same place. Cheap."""
+        return type(self)(self._matcher.deep_copy(), self._mask_bytes)
+
+    def consume(self, token_id: int) -> None:
+        """The output's next token. Raises GrammarError if the grammar does not allow it here."""
+        if not self._matcher.consume_token(token_id):
+            raise GrammarError(_message(self._matcher.get_error()))
+
+    def allowed(self) -> Mask:
+        """The tokens that may come next, end-of-sequence tokens where the output is complete; at least one.
+
+        Raises GrammarError where nothing may come and the output is not complete, or where the grammar is too complex
+        to tell.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise GrammarError(_message(self._matcher.get_error()))
+        mask = np.zeros(self._mask_bytes, dtype=np.uint8)
+        size = min(len(bits), self._mask_bytes)
+        mask[:size] = bits[:size]
+        return mask
+
+
+def compile_grammar(grammar: Grammar, tokenizer: GrammarTokenizer) -> Matcher:
+    """At the beginning of an output. May take long: llguidance bounds its work only in part.
+
+    Raises GrammarError with the parser's message, and for a grammar that allows nothing.
+    """
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    compiled = LLMatcher(tokenizer.tokens, _translated(grammar), log_level=0, limits=limits)
+    if compiled.is_error():
+        raise GrammarError(_message(compiled.get_error()))
+    matcher = Matcher(compiled, -(-tokenizer.vocabulary_size // 8))
+    matcher.copy().allowed()
+    return matcher
+
+
+def _translated(grammar: Grammar) -> str:
+    """In llguidance's own form."""
+    try:
+        if grammar.kind == "json_schema":
+            return grammar_from("json_schema", json.dumps(with_options(json.loads(grammar.text))))
+        return grammar_from(grammar.kind, grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_message(str(error))) from None
+
+
+def _message(text: str) -> str:
+    text = text.replace("<non-verbose/>", "").strip()
+    if text.startswith("NoExtension"):
+        return "no text is left that it allows"
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else text[:MAX_MESSAGE_CHARACTERS] + " ..."
