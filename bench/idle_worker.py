@@ -27,6 +27,7 @@ from worker_svc.runner.kernel_runner import KernelRunner
 from worker_svc.runner.lanes import Lanes
 from worker_svc.runner.row_sampler import RowSampler
 from worker_svc.serve import WorkerServer
+from worker_svc.stats import no_stats
 
 SLOTS, TOKENS, BLOCKS, BLOCK_SIZE = 256, 3072, 16_384, 64
 
@@ -113,7 +114,7 @@ async def serve(port: int, model: Path, step_s: float) -> None:
         version="0",
         attention="none",
     )
-    server = WorkerServer(config, progress)
+    server = WorkerServer(config, progress, no_stats())
     await server.start()
     await server.answer(GroupRunner(runner, TensorParallel(), progress), description)
     await server.watch()

@@ -5,16 +5,18 @@ Decides nothing about sequences. Never waits for a frontend: one that doesn't re
 """
 
 import asyncio
+import time
 from typing import Protocol
 
 import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
 
-from scheduler_svc.core import CacheChange, CacheChanges, Ended, HashedBlock, Request, StepOutputs
+from scheduler_svc.core import CacheChange, CacheChanges, Ended, HashedBlock, Request, RequeueCause, StepOutputs
 from shared.errors import ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.rpc import STATUS_CODES
 from shared.types import FinishReason
 from shared.wire import pack, rules_from_pb, unpack
@@ -23,6 +25,12 @@ HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
 MOST_CHANGES = 1024
 """Changes of a cache in one message: a block of 256 tokens is a kilobyte."""
+
+_CAUSES = {
+    RequeueCause.PREEMPTED: core_pb2.REQUEUE_CAUSE_PREEMPTED,
+    RequeueCause.WORKER_LOST: core_pb2.REQUEUE_CAUSE_WORKER_LOST,
+    RequeueCause.TAINTED: core_pb2.REQUEUE_CAUSE_TAINTED,
+}
 
 _log = structlog.get_logger(__name__)
 
@@ -44,6 +52,12 @@ class FrontendListener(Protocol):
 
     def mask_ready(self, key: int, position: int, allowed: bytes) -> None:
         """The tokens that a constrained sequence may sample next."""
+
+    def request_ended(self, request: RequestStats) -> None:
+        """A frontend's call has ended."""
+
+    def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done, but for its load."""
 
     def watch_cache(self, peer: int, watch: bool) -> None:
         """A frontend begins or ends following what is cached."""
@@ -108,6 +122,13 @@ class FrontendLinks:
             case "mask_ready":
                 mask = message.mask_ready
                 self._listener.mask_ready(_key(peer, mask.handle), mask.position, mask.allowed)
+            case "request_ended":
+                self._listener.request_ended(message.request_ended)
+            case "stats_question":
+                asked = message.stats_question
+                stats = self._listener.stats(asked.max_requests)
+                answer = core_pb2.StatsAnswer(question=asked.question, stats=stats)
+                self._send(peer, core_pb2.CoreMessage(stats_answer=answer))
             case "watch_cache":
                 self._listener.watch_cache(peer, message.watch_cache.watch)
             case "flush_cache":
@@ -150,10 +171,15 @@ class FrontendLinks:
         for key, entries in outputs.prompt_logprobs:
             batch = batches.setdefault(key >> HANDLE_BITS, core_pb2.TokenBatch())
             batch.prompt_logprobs.add(handle=key & HANDLE_MASK, entries=entries)
+        for key, cause in outputs.requeued:
+            batch = batches.setdefault(key >> HANDLE_BITS, core_pb2.TokenBatch())
+            batch.requeued.add(handle=key & HANDLE_MASK, cause=_CAUSES[cause])
         for ended in outputs.ended:
             batch = batches.setdefault(ended.key >> HANDLE_BITS, core_pb2.TokenBatch())
             batch.ended.append(_ended(ended))
+        now = time.monotonic_ns() // 1000
         for peer, batch in batches.items():
+            batch.time_us = now
             self._send(peer, core_pb2.CoreMessage(tokens=batch))
 
     def tell_cache(self, peer: int, news: CacheChanges) -> None:

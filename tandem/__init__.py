@@ -10,9 +10,23 @@ from shared.errors import (
     TandemError,
     Unavailable,
 )
-from tandem.client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
+from tandem.async_client import AsyncClient
+from tandem.client import Client
+from tandem.streams import AsyncGenerationStream, GenerationStream
 from tandem.token_values import EchoedPrompt, TokenLogprob
-from tandem.values import ChatMessage, Completion, Delta, Finish, Load, ModelInfo, Sample, Usage, WorkerLoad
+from tandem.values import (
+    ChatMessage,
+    Completion,
+    Delta,
+    Finish,
+    Load,
+    ModelInfo,
+    RequestStats,
+    Sample,
+    Stats,
+    Usage,
+    WorkerLoad,
+)
 
 __all__ = [
     "Aborted",
@@ -32,7 +46,9 @@ __all__ = [
     "ModelInfo",
     "QueueFull",
     "RequestFailed",
+    "RequestStats",
     "Sample",
+    "Stats",
     "TandemError",
     "TokenLogprob",
     "Unavailable",

@@ -20,21 +20,35 @@ from shared.telemetry import configure_logging
 from tandem import gateway, talk
 from tandem import serve as serving
 from tandem.client import DEFAULT_ENDPOINT
-from tandem.models import built_in_name, model_folder
+from tandem.help import RUN, USE, Command, Commands, examples
+from tandem.models import BUILT_IN, built_in_name, model_folder
 from tandem.options import given_options, parameters, request_parameters, settings_from, with_parameters
 from tandem.requests import GenerateOptions
+from tandem.tools import Endpoint, register
 from worker_svc import main as worker_main
 from worker_svc.config import WorkerConfig
 
 app = typer.Typer(
+    cls=Commands,
     help="Serves Qwen3 language models: a CPU-only scheduler and workers that talk gRPC.",
+    epilog=examples(
+        "tandem serve --model tiny",
+        'tandem generate "It is a truth universally acknowledged"',
+        "tandem COMMAND --help",
+        "tandem --install-completion   # for the shell that you are in",
+    ),
     no_args_is_help=True,
-    rich_markup_mode=None,  # its tables cut the names of options short
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Option(help="Model folder, or 'tiny' or 'tiny-moe': small trained models in the package.")]
-Endpoint = Annotated[str, typer.Option(help="host:port of a running scheduler.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Model folder, or 'tiny' or 'tiny-moe': small trained models in the package.",
+        autocompletion=lambda: list(BUILT_IN),  # and what the shell itself completes: folders
+    ),
+]
 
 
 def _serve(model: Model = "tiny", **options: Any) -> None:
@@ -112,16 +126,36 @@ def _worker(**options: Any) -> None:
     raise typer.Exit(worker_main.run(config))
 
 
-SERVE_SETS = ("model", "workers", "host", "port", "drain_timeout")
+SERVE_SETS = ("model", "workers", "host", "port", "metrics_port", "drain_timeout")
 SERVE_OPTIONS = [
     *parameters(serving.ServeConfig),
-    *parameters(SchedulerConfig, without=SERVE_SETS, optional=True),
-    *parameters(WorkerConfig, without=SERVE_SETS, optional=True),
+    *parameters(SchedulerConfig, without=SERVE_SETS, optional=True, heading="The scheduler"),
+    *parameters(WorkerConfig, without=SERVE_SETS, optional=True, heading="Each worker"),
 ]
-app.command("serve")(with_parameters(_serve, SERVE_OPTIONS))
-app.command("openai")(with_parameters(_openai, [*parameters(gateway.GatewayConfig), *SERVE_OPTIONS]))
-app.command("scheduler")(with_parameters(_scheduler, parameters(SchedulerConfig)))
-app.command("worker")(with_parameters(_worker, parameters(WorkerConfig)))
+app.command(
+    "serve",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem serve --model tiny", "tandem serve --model /models/Qwen3-8B --tensor-parallel 2"),
+)(with_parameters(_serve, SERVE_OPTIONS))
+app.command(
+    "openai",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem openai --model tiny"),
+)(with_parameters(_openai, [*parameters(gateway.GatewayConfig), *SERVE_OPTIONS]))
+app.command(
+    "scheduler",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem scheduler --model tiny --workers 10.0.0.2:50052,10.0.0.3:50052 --host 0.0.0.0"),
+)(with_parameters(_scheduler, parameters(SchedulerConfig)))
+app.command(
+    "worker",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem worker --model tiny --host 0.0.0.0 --port 50052"),
+)(with_parameters(_worker, parameters(WorkerConfig)))
 
 
 SAMPLING = (
@@ -163,17 +197,25 @@ def _chat(
     talk.chat(endpoint, system=system, **given_options(options))
 
 
-app.command("generate")(
-    with_parameters(_generate, request_parameters(GenerateOptions, (*SAMPLING, "echo", "logprobs", "prompt_logprobs")))
+app.command(
+    "generate",
+    cls=Command,
+    rich_help_panel=USE,
+    epilog=examples('tandem generate "It is" --max-tokens 32 --seed 1', "tandem generate - --json < prompt.txt"),
+)(with_parameters(_generate, request_parameters(GenerateOptions, (*SAMPLING, "echo", "logprobs", "prompt_logprobs"))))
+app.command("chat", cls=Command, rich_help_panel=USE, epilog=examples('tandem chat --system "You are brief."'))(
+    with_parameters(_chat, request_parameters(GenerateOptions, SAMPLING))
 )
-app.command("chat")(with_parameters(_chat, request_parameters(GenerateOptions, SAMPLING)))
+
+
+register(app)
 
 
 def main() -> int:
     """Runs the command and exits; the status of an error, which is one line on standard error."""
     die_with_parent()
     try:
-        app()
+        app(prog_name="tandem")
     except StartupError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return STARTUP_FAILED

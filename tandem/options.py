@@ -15,8 +15,10 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 
-def parameters(settings: type[Any], *, without: Iterable[str] = (), optional: bool = False) -> list[inspect.Parameter]:
-    """One keyword parameter per field that is not in `without`.
+def parameters(
+    settings: type[Any], *, without: Iterable[str] = (), optional: bool = False, heading: str | None = None
+) -> list[inspect.Parameter]:
+    """One keyword parameter per field that is not in `without`, in the help under `heading`.
 
     With `optional` every default is None, which means: not given; the help still tells the field's default.
     """
@@ -30,7 +32,7 @@ def parameters(settings: type[Any], *, without: Iterable[str] = (), optional: bo
         if optional:
             text += "" if default in (None, MISSING) else f" (default: {default})"
             kind, default = kind | None, None
-        option = typer.Option(help=text, show_default=default is not None)
+        option = typer.Option(help=text, show_default=default is not None, rich_help_panel=heading)
         annotation = Annotated[kind, option]  # type: ignore[valid-type]
         given = inspect.Parameter.empty if default is MISSING else default
         result.append(

@@ -1,6 +1,7 @@
 """Turns what a caller of the client library writes into requests. Checks nothing that the server checks."""
 
 import json
+import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
@@ -57,7 +58,7 @@ class GenerateOptions(ChatOptions, ConstraintOptions, total=False):
     allowed_token_ids: Sequence[int]
     """The only tokens that may be sampled."""
     seed: int
-    """The same seed and prompt give the same output."""
+    """The same seed and prompt give the same output. Default: a random one."""
     stop: str | Sequence[str]
     """Ends a sample where this, or one of these, appears; it is not shown."""
     include_stop_str_in_output: bool
@@ -105,6 +106,8 @@ def generate_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.G
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     given: dict[str, Any] = {**options, "request_id": options.get("request_id") or uuid.uuid4().hex}
+    if given.get("seed") is None:
+        given["seed"] = secrets.randbits(64)  # else a stream that is cut could not be continued elsewhere
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]  # a string is a sequence of strings: one letter each
     if "allowed_token_ids" in given:

@@ -132,6 +132,42 @@ class Load:
     workers: tuple[WorkerLoad, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One request that has ended."""
+
+    request_id: str
+    outcome: str
+    """stop or length as of its last sample, else cancelled, invalid_request and the like."""
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    """Over all samples."""
+    first_token_ms: float
+    total_ms: float
+    age_s: float
+    """Seconds since its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a service has done since its core process started."""
+
+    load: Load
+    uptime_s: float
+    prompt_tokens: int
+    """Of admitted prompts, without those that were cached."""
+    generation_tokens: int
+    preemptions: int
+    """Sequences put back to the queue for lack of K/V blocks."""
+    replays: int
+    """Sequences put back to the queue because their worker was lost."""
+    requests: int
+    """Requests that ended, however they did."""
+    latest: tuple[RequestStats, ...]
+    """Newest first."""
+
+
 def delta_from_pb(response: pb.GenerateResponse) -> Delta:
     """One message of the stream."""
     return Delta(
@@ -181,6 +217,12 @@ def model_info_from_pb(response: pb.GetModelInfoResponse) -> ModelInfo:
 def load_from_pb(response: pb.GetLoadResponse) -> Load:
     """The answer to GetLoad."""
     return _copy(Load, response, workers=tuple(_copy(WorkerLoad, worker) for worker in response.workers))
+
+
+def stats_from_pb(response: pb.GetStatsResponse) -> Stats:
+    """The answer to GetStats."""
+    latest = tuple(_copy(RequestStats, request) for request in response.latest)
+    return _copy(Stats, response, load=load_from_pb(response.load), latest=latest)
 
 
 def _copy(kind: type[T], message: Any, **converted: Any) -> T:

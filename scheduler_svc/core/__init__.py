@@ -7,7 +7,7 @@ lifecycle and scheduler (the verbs), cache_watch (who follows the cache), invari
 
 from scheduler_svc.core.cache_watch import CacheChanges, CacheWatch
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.outputs import Counters, Ended, GroupLoad, Load, StepOutputs
+from scheduler_svc.core.outputs import Counters, Ended, GroupLoad, Load, RequeueCause, StepOutputs
 from scheduler_svc.core.prefix import CacheChange, HashedBlock
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import RETRY_AFTER_MS, Scheduler
@@ -24,6 +24,7 @@ __all__ = [
     "HashedBlock",
     "Load",
     "Request",
+    "RequeueCause",
     "Scheduler",
     "StepOutputs",
 ]

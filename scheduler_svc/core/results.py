@@ -5,7 +5,7 @@ import numpy as np
 from scheduler_svc.core.group import Group, PendingPlan
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.logprobs import NO_LOGPROBS, TokenLogprobs
-from scheduler_svc.core.outputs import StepOutputs
+from scheduler_svc.core.outputs import RequeueCause, StepOutputs
 from scheduler_svc.core.request import Sequence
 from shared.errors import ProtocolError, RequestFailed
 from shared.types import FinishReason, IntArray, StepResult
@@ -30,6 +30,7 @@ def apply_result(group: Group, result: StepResult, life: Lifecycle) -> StepOutpu
         logprobs = logprobs.select(fresh)
     if not len(slots):
         return life.outbox.take()
+    life.counters.sampled_tokens += len(slots)
     known = batch.known[slots]
     batch.tokens[slots, known] = token_ids
     known += 1
@@ -101,7 +102,7 @@ def _fail(group: Group, plan: PendingPlan, row: int, life: Lifecycle) -> bool:
     life.end(sequence, RequestFailed("the model gave no finite logits for this request"))
     life.counters.failed_rows += 1
     for other in touched:
-        life.requeue(group, other)
+        life.requeue(group, other, RequeueCause.TAINTED)
     group.pool.taint(tainted)
     return True
 

@@ -16,9 +16,12 @@ import numpy as np
 import structlog
 
 from scheduler_svc.frontend.generation import Sample
+from scheduler_svc.frontend.timeline import CORE_LOST, PREEMPTED, TAINTED, WORKER_LOST
 from shared.errors import TandemError, Unavailable
 from shared.framing import FramingError, read_message, write_message
+from shared.histogram import SHORT_S, Histogram
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.wire import pack, unpack
 
 RECONNECT_INTERVAL = 0.05
@@ -29,6 +32,12 @@ would starve them, since reading what has arrived already never yields; with it,
 _READ_BUFFER_BYTES = 1 << 20
 _MAX_HANDLE = (1 << 32) - 1
 _LITTLE_UINT32 = np.dtype("<u4")
+
+_CAUSES = {
+    core_pb2.REQUEUE_CAUSE_PREEMPTED: PREEMPTED,
+    core_pb2.REQUEUE_CAUSE_WORKER_LOST: WORKER_LOST,
+    core_pb2.REQUEUE_CAUSE_TAINTED: TAINTED,
+}
 
 _log = structlog.get_logger(__name__)
 
@@ -63,6 +72,10 @@ class CoreLink:
         """The core's last word; None while it is away."""
         self.changed = asyncio.Event()
         """Set when `state` changed; whoever watches it clears it."""
+        self.gaps = Histogram(SHORT_S)
+        """Seconds between two tokens of a sample."""
+        self.resubmissions = 0
+        """Samples submitted again, to a core that took another's place."""
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""
@@ -91,6 +104,8 @@ class CoreLink:
             sample.submission.output = pack(np.array(sample.output, dtype=np.int32))
             sample.submission.again = True
             sample.submission.prompt_logprobs_received = sample.logprobs.num_received
+            sample.timeline.requeued(CORE_LOST, time.monotonic())
+            self.resubmissions += 1
             self._send_submit(sample)
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
         if self._cache_listener is not None:
@@ -157,6 +172,13 @@ class CoreLink:
         answer = await self._ask(core_pb2.FrontendMessage(abort_by_id=core_pb2.AbortById(request_id=request_id)))
         return bool(answer.found)
 
+    async def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done, but for its load."""
+        question = core_pb2.StatsQuestion(max_requests=max_requests)
+        answer = await self._ask(core_pb2.FrontendMessage(stats_question=question))
+        stats: GetStatsResponse = answer.stats
+        return stats
+
     async def flush_cache(self) -> bool:
         """Has every cached prefix forgotten; False while a request is live anywhere."""
         answer = await self._ask(core_pb2.FrontendMessage(flush_cache=core_pb2.FlushCache()))
@@ -175,6 +197,10 @@ class CoreLink:
             return await answer
         finally:
             self._questions.pop(number, None)
+
+    def request_ended(self, request: RequestStats) -> None:
+        """For the core's statistics, which go without it while the core is away."""
+        self._send(core_pb2.FrontendMessage(request_ended=request))
 
     def watch_cache(self, listener: CacheListener | None) -> None:
         """Begins telling the listener what is cached, from the beginning; None ends it."""
@@ -222,12 +248,14 @@ class CoreLink:
             self._set_state(message.state)
         elif kind == "abort_answer":
             self._answered(message.abort_answer)
+        elif kind == "stats_answer":
+            self._answered(message.stats_answer)
         elif kind == "flush_answer":
             self._answered(message.flush_answer)
         elif kind == "cache_news" and self._cache_listener is not None:
             self._cache_listener.cache_news(message.cache_news)
 
-    def _answered(self, answer: core_pb2.AbortAnswer | core_pb2.FlushAnswer) -> None:
+    def _answered(self, answer: core_pb2.AbortAnswer | core_pb2.StatsAnswer | core_pb2.FlushAnswer) -> None:
         waiting = self._questions.get(answer.question)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -242,9 +270,14 @@ class CoreLink:
 
     def _deliver(self, batch: core_pb2.TokenBatch) -> None:
         """A handle without a sample was cancelled while its tokens were on their way."""
+        at, now = batch.time_us / 1e6, time.monotonic()
         for started in batch.started:
             if (sample := self._live.get(started.handle)) is not None:
                 sample.started(started.cached_tokens)
+                sample.timeline.started(at)
+        for requeued in batch.requeued:
+            if (sample := self._live.get(requeued.handle)) is not None:
+                sample.timeline.requeued(_CAUSES[requeued.cause], at)
         for prompt in batch.prompt_logprobs:
             if (sample := self._live.get(prompt.handle)) is not None:
                 sample.push_prompt(prompt.entries)
@@ -252,7 +285,11 @@ class CoreLink:
         tokens = np.frombuffer(batch.token_ids, "<i4").tolist()
         for handle, token_id, logprobs in zip(handles, tokens, _entries(batch, len(tokens)), strict=True):
             sample = self._live.get(handle)
-            if sample is not None and not sample.push(token_id, logprobs):
+            if sample is None:
+                continue
+            if (gap := sample.timeline.token(now)) is not None:
+                self.gaps.observe(gap)
+            if not sample.push(token_id, logprobs):
                 self.cancel((sample,))
         for ended in batch.ended:
             sample = self._live.pop(ended.handle, None)

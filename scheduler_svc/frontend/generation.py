@@ -5,6 +5,7 @@ takes whatever has gathered since its last message. Knows nothing of sockets or 
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -12,6 +13,7 @@ from scheduler_svc.frontend.constraint import Constraint
 from scheduler_svc.frontend.detokenizer import Detokenizer
 from scheduler_svc.frontend.logprobs import SampleLogprobs
 from scheduler_svc.frontend.stop_strings import StopStrings
+from scheduler_svc.frontend.timeline import Timeline
 from scheduler_svc.frontend.vocabulary import Vocabulary
 from shared.errors import TandemError
 from shared.pb import core_pb2
@@ -38,8 +40,10 @@ class Sample:
         self.output: list[int] = unpack(submission.output).tolist()
         """All output tokens so far, those given to resume included: what a new core continues after."""
         self.finish: pb.Finish | None = None
+        self.timeline = Timeline(time.monotonic())
         self._stop_token_ids = frozenset(unpack(submission.stop_token_ids).tolist())
         self._cached_tokens: int | None = None
+        self._is_new = True
         self._detokenizer = detokenizer
         self._call = call
         stop = detokenizer.skip(self.output)
@@ -105,6 +109,8 @@ class Sample:
         response.logprobs.extend(self.logprobs.take(len(token_ids)))
         if self.finish is not None:
             response.finish.CopyFrom(self.finish)
+        if self.finish is not None or self._is_new:
+            self._is_new = False
             response.usage.prompt_tokens = len(self.submission.prompt) // 4
             response.usage.completion_tokens = len(self.output)
             response.usage.cached_tokens = self._cached_tokens or 0

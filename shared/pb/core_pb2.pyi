@@ -10,6 +10,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from shared.pb import generation_pb2 as _generation_pb2
 from shared.pb import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -22,6 +24,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RequeueCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequeueCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequeueCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEUE_CAUSE_UNSPECIFIED: _RequeueCause.ValueType  # 0
+    """Not used."""
+    REQUEUE_CAUSE_PREEMPTED: _RequeueCause.ValueType  # 1
+    """More important ones needed its blocks."""
+    REQUEUE_CAUSE_WORKER_LOST: _RequeueCause.ValueType  # 2
+    """Its worker was lost."""
+    REQUEUE_CAUSE_TAINTED: _RequeueCause.ValueType  # 3
+    """It shared blocks with a request whose logits had no finite maximum."""
+
+class RequeueCause(_RequeueCause, metaclass=_RequeueCauseEnumTypeWrapper):
+    """Why a running sequence is computed again."""
+
+REQUEUE_CAUSE_UNSPECIFIED: RequeueCause.ValueType  # 0
+"""Not used."""
+REQUEUE_CAUSE_PREEMPTED: RequeueCause.ValueType  # 1
+"""More important ones needed its blocks."""
+REQUEUE_CAUSE_WORKER_LOST: RequeueCause.ValueType  # 2
+"""Its worker was lost."""
+REQUEUE_CAUSE_TAINTED: RequeueCause.ValueType  # 3
+"""It shared blocks with a request whose logits had no finite maximum."""
+Global___RequeueCause: _TypeAlias = RequeueCause  # noqa: Y015
+
 @_typing.final
 class FrontendMessage(_message.Message):
     """From a frontend to the core."""
@@ -32,6 +62,8 @@ class FrontendMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     ABORT_BY_ID_FIELD_NUMBER: _builtins.int
     MASK_READY_FIELD_NUMBER: _builtins.int
+    REQUEST_ENDED_FIELD_NUMBER: _builtins.int
+    STATS_QUESTION_FIELD_NUMBER: _builtins.int
     WATCH_CACHE_FIELD_NUMBER: _builtins.int
     FLUSH_CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -51,6 +83,14 @@ class FrontendMessage(_message.Message):
         """The tokens that a constrained sequence may sample next."""
 
     @_builtins.property
+    def request_ended(self) -> _generation_pb2.RequestStats:
+        """A Generate call has ended, for the statistics."""
+
+    @_builtins.property
+    def stats_question(self) -> Global___StatsQuestion:
+        """A client asks for the statistics."""
+
+    @_builtins.property
     def watch_cache(self) -> Global___WatchCache:
         """Whether the frontend wants to follow what is cached."""
 
@@ -65,14 +105,16 @@ class FrontendMessage(_message.Message):
         cancel: Global___Cancel | None = ...,
         abort_by_id: Global___AbortById | None = ...,
         mask_ready: Global___MaskReady | None = ...,
+        request_ended: _generation_pb2.RequestStats | None = ...,
+        stats_question: Global___StatsQuestion | None = ...,
         watch_cache: Global___WatchCache | None = ...,
         flush_cache: Global___FlushCache | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "mask_ready", b"mask_ready", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "mask_ready", b"mask_ready", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "watch_cache", "flush_cache"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question", "watch_cache", "flush_cache"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -344,6 +386,7 @@ class CoreMessage(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ABORT_ANSWER_FIELD_NUMBER: _builtins.int
+    STATS_ANSWER_FIELD_NUMBER: _builtins.int
     FLUSH_ANSWER_FIELD_NUMBER: _builtins.int
     CACHE_NEWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -359,6 +402,10 @@ class CoreMessage(_message.Message):
         """The answer to AbortById."""
 
     @_builtins.property
+    def stats_answer(self) -> Global___StatsAnswer:
+        """The answer to StatsQuestion."""
+
+    @_builtins.property
     def flush_answer(self) -> Global___FlushAnswer:
         """The answer to FlushCache."""
 
@@ -372,14 +419,15 @@ class CoreMessage(_message.Message):
         state: Global___CoreState | None = ...,
         tokens: Global___TokenBatch | None = ...,
         abort_answer: Global___AbortAnswer | None = ...,
+        stats_answer: Global___StatsAnswer | None = ...,
         flush_answer: Global___FlushAnswer | None = ...,
         cache_news: Global___CacheNews | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "cache_news", b"cache_news", "flush_answer", b"flush_answer", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "cache_news", b"cache_news", "flush_answer", b"flush_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "cache_news", b"cache_news", "flush_answer", b"flush_answer", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "cache_news", b"cache_news", "flush_answer", b"flush_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer", "flush_answer", "cache_news"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer", "stats_answer", "flush_answer", "cache_news"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -515,7 +563,9 @@ Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final
 class TokenBatch(_message.Message):
-    """What one step gave to this frontend's sequences. Started precedes prompt logprobs precede tokens precedes ended."""
+    """What one step gave to this frontend's sequences. Started and requeued precede prompt logprobs precede tokens precede
+    ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -526,6 +576,8 @@ class TokenBatch(_message.Message):
     LOGPROB_SIZES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REQUEUED_FIELD_NUMBER: _builtins.int
+    TIME_US_FIELD_NUMBER: _builtins.int
     handles: _builtins.bytes
     """int32: whose tokens `token_ids` are, element by element."""
     token_ids: _builtins.bytes
@@ -534,6 +586,8 @@ class TokenBatch(_message.Message):
     """int32: bytes that each element of `token_ids` has in `logprobs`. Empty: none has any."""
     logprobs: _builtins.bytes
     """Entries as in StepResult.logprobs, joined."""
+    time_us: _builtins.int
+    """When it came about: microseconds of the host's monotonic clock."""
     @_builtins.property
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___Started]:
         """Sequences that were admitted for the first time since their Submit."""
@@ -546,6 +600,10 @@ class TokenBatch(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
         """Logprobs of prompts, as far as this step computed them."""
 
+    @_builtins.property
+    def requeued(self) -> _containers.RepeatedCompositeFieldContainer[Global___Requeued]:
+        """Sequences that went back to the queue, to be computed again."""
+
     def __init__(
         self,
         *,
@@ -556,10 +614,12 @@ class TokenBatch(_message.Message):
         logprob_sizes: _builtins.bytes = ...,
         logprobs: _builtins.bytes = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        requeued: _abc.Iterable[Global___Requeued] | None = ...,
+        time_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handles", b"handles", "logprob_sizes", b"logprob_sizes", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handles", b"handles", "logprob_sizes", b"logprob_sizes", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "requeued", b"requeued", "started", b"started", "time_us", b"time_us", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -616,6 +676,32 @@ class Started(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Started: _TypeAlias = Started  # noqa: Y015
+
+@_typing.final
+class Requeued(_message.Message):
+    """A sequence went back to the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The handle of its Submit."""
+    cause: Global___RequeueCause.ValueType
+    """Why."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        cause: Global___RequeueCause.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Requeued: _TypeAlias = Requeued  # noqa: Y015
 
 @_typing.final
 class Ended(_message.Message):
@@ -729,6 +815,60 @@ class AbortAnswer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortAnswer: _TypeAlias = AbortAnswer  # noqa: Y015
+
+@_typing.final
+class StatsQuestion(_message.Message):
+    """Asks what the service has done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """Number of this question, returned in the answer."""
+    max_requests: _builtins.int
+    """Most requests to tell of."""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        max_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests", b"max_requests", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsQuestion: _TypeAlias = StatsQuestion  # noqa: Y015
+
+@_typing.final
+class StatsAnswer(_message.Message):
+    """The answer to StatsQuestion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """The question's number."""
+    @_builtins.property
+    def stats(self) -> _generation_pb2.GetStatsResponse:
+        """Complete but for the load, which every frontend knows."""
+
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        stats: _generation_pb2.GetStatsResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "stats", b"stats"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsAnswer: _TypeAlias = StatsAnswer  # noqa: Y015
 
 @_typing.final
 class FlushAnswer(_message.Message):

@@ -602,7 +602,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last response of each sample."""
+        """Set in the first and in the last response of each sample: the tokens so far. cached_tokens of a sample is that of its
+        very first response, also where it is resumed on another server.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -1083,3 +1085,129 @@ class WorkerLoad(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class GetStatsRequest(_message.Message):
+    """Asks what the service has done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    max_requests: _builtins.int
+    """Most requests to tell of; 256 are kept. 0 for the counters alone."""
+    def __init__(
+        self,
+        *,
+        max_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests", b"max_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
+
+@_typing.final
+class GetStatsResponse(_message.Message):
+    """Counters begin at 0 whenever the core process starts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAD_FIELD_NUMBER: _builtins.int
+    UPTIME_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATION_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    REPLAYS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    LATEST_FIELD_NUMBER: _builtins.int
+    uptime_s: _builtins.float
+    """Seconds since the core process started."""
+    prompt_tokens: _builtins.int
+    """Tokens of admitted prompts that were not in the prefix cache."""
+    generation_tokens: _builtins.int
+    """Output tokens."""
+    preemptions: _builtins.int
+    """Sequences put back to the queue for lack of K/V blocks."""
+    replays: _builtins.int
+    """Sequences put back to the queue because their worker was lost."""
+    requests: _builtins.int
+    """Generate calls that ended, however they did."""
+    @_builtins.property
+    def load(self) -> Global___GetLoadResponse:
+        """How busy the service is."""
+
+    @_builtins.property
+    def latest(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStats]:
+        """The latest of them over all frontends, newest first."""
+
+    def __init__(
+        self,
+        *,
+        load: Global___GetLoadResponse | None = ...,
+        uptime_s: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        generation_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        replays: _builtins.int = ...,
+        requests: _builtins.int = ...,
+        latest: _abc.Iterable[Global___RequestStats] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_tokens", b"generation_tokens", "latest", b"latest", "load", b"load", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "replays", b"replays", "requests", b"requests", "uptime_s", b"uptime_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class RequestStats(_message.Message):
+    """One Generate call that has ended. Never any of its text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    TOTAL_MS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its public id."""
+    outcome: _builtins.str
+    """stop or length as of its last sample, else the label that metrics have: cancelled, invalid_request and the like."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt found in the prefix cache."""
+    completion_tokens: _builtins.int
+    """Tokens sent, over all samples."""
+    first_token_ms: _builtins.float
+    """Milliseconds from arrival to the first message; to the end, where there was none."""
+    total_ms: _builtins.float
+    """Milliseconds from arrival to the end."""
+    age_s: _builtins.float
+    """Seconds since the end."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        first_token_ms: _builtins.float = ...,
+        total_ms: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "first_token_ms", b"first_token_ms", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "total_ms", b"total_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestStats: _TypeAlias = RequestStats  # noqa: Y015

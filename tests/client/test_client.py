@@ -161,7 +161,7 @@ def test_an_aborted_request_raises(server: Server) -> None:
 def test_errors_are_typed_and_carry_the_server_s_message(server: Server) -> None:
     refusals = iter([failed(8, "queue full", 700), failed(6, "live"), failed(14, "no worker"), failed(13, "NaN")])
     server.answer = lambda submit: ((), next(refusals))
-    with Client(server.endpoint) as client:
+    with Client(server.endpoint, resume_timeout=0) as client:
         with pytest.raises(tandem.InvalidRequest, match="must be within") as invalid:
             client.complete("a", temperature=-1)
         assert invalid.value.field == "sampling.temperature"

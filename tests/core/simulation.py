@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_svc.core import CoreConfig, Request, Scheduler, StepOutputs
+from scheduler_svc.core import CoreConfig, Request, RequeueCause, Scheduler, StepOutputs
 from scheduler_svc.core.quarantine import MOST_LOSSES
 from shared.errors import RequestFailed, TandemError
 from shared.logit_rules import NO_RULES, LogitRules
@@ -114,6 +114,10 @@ class Simulation:
         self.late: deque[tuple[int, StepResult]] = deque()
         self.submitted = 0
         self.ends: dict[int, FinishReason | TandemError] = {}
+        self.requeued: list[tuple[int, RequeueCause]] = []
+        """Who went back to the queue, as the clients were told."""
+        self.num_tokens = 0
+        """All tokens that clients got."""
         self.faults = 0
         """Rows whose K/V a machine's fault made NaN, each good for one failed request."""
         for group in range(len(pools)):
@@ -157,6 +161,8 @@ class Simulation:
             if job.cached is not None or not 0 <= cached < len(job.request.prompt) + len(job.received):
                 raise Violation(f"request {key} started with {cached} cached tokens, before: {job.cached}")
             job.cached = cached
+        self.requeued += [(key, cause) for key, cause in outputs.requeued if key in self.jobs]
+        self.num_tokens += len(outputs.keys)
         for key, entries in outputs.prompt_logprobs:
             self.jobs[key].prompt_logprobs += entries
         sizes, entries = outputs.logprobs.sizes.tolist() or [0] * len(outputs.keys), outputs.logprobs.entries
@@ -327,6 +333,7 @@ class Simulation:
             raise Violation(f"requests without end: {sorted(self.jobs)}")
         self.core.check_invariants()
         load = self.core.load()
+        assert load.counters.sampled_tokens == self.num_tokens
         assert load.queued == 0 and not self.core._life.by_key and not self.core._life.by_id
         for rest in load.groups:
             assert rest.running == 0 and rest.free_blocks == rest.total_blocks

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core import CoreConfig, Request, Scheduler
+from scheduler_svc.core import CoreConfig, Request, RequeueCause, Scheduler
 from shared.errors import InvalidRequest, ProtocolError, QueueFull, StartupError, Unavailable
 from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import FinishReason, StepPlan, StepResult
@@ -93,6 +93,7 @@ def test_an_urgent_head_takes_the_slot_of_the_least_important() -> None:
     assert not last_plan(simulation).admitted and len(last_plan(simulation).rows) == 1
     simulation.settle()
     assert simulation.core.load().counters.preemptions == 1
+    assert simulation.requeued == [(victim, RequeueCause.PREEMPTED)]
     assert list(simulation.ends) == [urgent, kept, victim]
 
 

@@ -137,15 +137,16 @@ def test_plans_ahead_of_results(planner: Planner, rules: dict[str, LogitRules]) 
 
 
 def test_a_slot_forgets_what_ran_there(planner: Planner, rules: dict[str, LogitRules]) -> None:
-    planner.admit(0, PROMPT, GREEDY)
-    expected = planner.generate(0, COUNT)
-    for slot, name in ((1, "all"), (2, "frequency")):
-        planner.admit(slot, PROMPT, ruled(rules[name]))
-        first = planner.generate(slot, COUNT)
-        planner.admit(slot, PROMPT, GREEDY)
-        assert planner.generate(slot, COUNT) == expected
-        planner.admit(slot, PROMPT, ruled(rules[name]))
-        assert planner.generate(slot, COUNT) == first
+    kinds = [ruled(rules["all"]), ruled(rules["frequency"]), GREEDY, ruled(rules["bias"]), ruled(rules["all"])]
+    outputs = []
+    for slots in (range(len(kinds)), [7] * len(kinds)):
+        planner.open()
+        planner.next_block = 0
+        outputs.append([])
+        for slot, sampling in zip(slots, kinds, strict=True):
+            planner.admit(slot, PROMPT, sampling)
+            outputs[-1].append(planner.generate(slot, COUNT))
+    assert outputs[0] == outputs[1]
 
 
 def test_rules_and_a_mask_both_count(planner: Planner) -> None:

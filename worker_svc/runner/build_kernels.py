@@ -39,8 +39,8 @@ def build_kernel_runner(
     if num_blocks <= 0:
         raise StartupError("no memory is left for K/V: lower --max-num-seqs or --max-num-batched-tokens")
     parts = RunnerParts(config, model_config, model, group, attention, num_blocks, device)
-    if not config.enforce_eager:
-        parts.programs.capture(report=group.rank == 0)
+    prepare = parts.programs.run_all if config.enforce_eager else parts.programs.capture
+    prepare(report=group.rank == 0)
     parts.kernels.update(torch.zeros(2, 1, dtype=torch.int32, device=device))  # compiles it
     return parts.runner()
 

@@ -24,7 +24,7 @@ _OPEN, _STEP, _QUIT = b"O", b"S", b"Q"
 
 
 class GroupRunner:
-    """Rank 0's runner with the other ranks behind it. Call it from one thread."""
+    """Rank 0's runner with the other ranks behind it. See step_threads.Group."""
 
     def __init__(self, runner: Runner, group: TensorParallel, progress: Progress) -> None:
         self.runner = runner

@@ -13,6 +13,7 @@ from torch import Tensor
 from shared.types import StepPlan
 from worker_svc.layers.attention import TorchAttention
 from worker_svc.layers.kv_cache import KVCache
+from worker_svc.layers.transfer import to_device
 from worker_svc.runner.batch import BatchState
 from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.lanes import Lane, Lanes, LaneTokens
@@ -52,6 +53,8 @@ class KernelRunner:
         self.attention = attention.name
         self.cache = cache
         self.batch = batch
+        self.padding = 0
+        """See Runner."""
         self._state = state
         self._kernels = kernels
         self._programs = programs
@@ -61,6 +64,16 @@ class KernelRunner:
         self._torch_attention = TorchAttention(self._device)
         self._flash = attention.flash is not None
         self._last: Launch | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        """See Runner."""
+        return self._programs.captured
+
+    @property
+    def graph_launches(self) -> int:
+        """See Runner."""
+        return self._programs.launches
 
     def open_epoch(self) -> None:
         """See Runner."""
@@ -82,6 +95,7 @@ class KernelRunner:
             self._update_alone()
             return NoTokens()
         launch = self._launch_of(rows)
+        self.padding += launch.padding
         lane = self._lanes.take()
         try:
             self._update(lane)
@@ -168,4 +182,4 @@ class KernelRunner:
         self._state.slots.last_tokens[slots] = tokens
 
     def _to_device(self, values: LongArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(values, self._device)

@@ -133,6 +133,8 @@ class LaneTokens:
 
     def to_host(self) -> StepTokens:
         """See PendingTokens."""
-        token_ids, failed = self.lane.wait()[:, : len(self.samples)][:, self.samples]
-        self.lanes.give_back()
+        try:
+            token_ids, failed = self.lane.wait()[:, : len(self.samples)][:, self.samples]
+        finally:
+            self.lanes.give_back()
         return StepTokens(token_ids, np.flatnonzero(failed).astype(np.int32), *self.logprobs.pack())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from worker_svc.kernels.candidates import MAX_TOP_K
+from worker_svc.layers.transfer import to_device
 from worker_svc.runner.device_state import MAX_SUPPRESSED
 from worker_svc.runner.row_sampler import logged_rows
 from worker_svc.step_inputs import LongArray, SamplingInputs, StepRows
@@ -41,6 +42,8 @@ class Launch:
     """Whether some rows sample from their top 64 tokens or fewer."""
     others: Others | None
     logged: Logged | None
+    padding: int
+    """Tokens of the bucket that are no row's."""
 
 
 def launch_of(rows: StepRows, sampling: SamplingInputs, bucket: tuple[int, int], device: torch.device) -> Launch:
@@ -51,7 +54,8 @@ def launch_of(rows: StepRows, sampling: SamplingInputs, bucket: tuple[int, int],
         bucket,
         narrow,
         Others(numbers[others], sampling.select(others)) if len(others) else None,
-        Logged(torch.from_numpy(numbers[logged]).to(device), sampling.logprobs[logged]) if len(logged) else None,
+        Logged(to_device(numbers[logged], device), sampling.logprobs[logged]) if len(logged) else None,
+        padding=bucket[0] - int(rows.counts.sum()),
     )
 
 

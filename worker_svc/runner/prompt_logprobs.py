@@ -13,6 +13,7 @@ from torch import Tensor
 from shared.types import Admission, IntArray
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.logprobs import token_logprobs
+from worker_svc.layers.transfer import to_device
 from worker_svc.step_inputs import StepRows
 
 _TOKENS_AT_A_TIME = 256
@@ -96,7 +97,7 @@ class PromptLogprobs:
             return []
         earlier = start - len(before)  # position of the first state that is there
         states = torch.cat((before, states))[begin - 1 - earlier : end - 1 - earlier]
-        token_ids = torch.from_numpy(chunk.token_ids[begin - start : end - start].astype("int64")).to(hidden.device)
+        token_ids = to_device(chunk.token_ids[begin - start : end - start].astype("int64"), hidden.device)
         parts = zip(*(torch.split(values, _TOKENS_AT_A_TIME) for values in (states, token_ids)), strict=True)
         return [
             token_logprobs(self._head.group, self._head.logits(part), self._head.start, tokens, wanted.num_top)

@@ -14,6 +14,7 @@ from worker_svc.layers.attention import ForwardInputs, TorchAttention
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.kv_cache import KVCache, LayerCache
 from worker_svc.layers.sampler import SampledTokens
+from worker_svc.layers.transfer import to_device
 from worker_svc.runner.batch import BatchState
 from worker_svc.runner.outcome import NO_LOGPROBS, Outcome, StepLogprobs, StepTokens
 from worker_svc.runner.row_sampler import RowSampler, logged_rows
@@ -35,15 +36,28 @@ class PendingTokens(Protocol):
     """What a step gives, perhaps not yet."""
 
     def to_host(self) -> StepTokens:
-        """Waits for it; call it once, from any thread."""
+        """Waits for it. Once, in the order of the steps, from any one thread."""
 
 
 class Runner(Protocol):
     """One rank's model, K/V memory and batch state."""
 
     batch: BatchState
+    cache: KVCache
     attention: str
     """What computes attention."""
+
+    @property
+    def padding(self) -> int:
+        """Tokens computed so far that fill a graph's bucket and are nobody's."""
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs captured."""
+
+    @property
+    def graph_launches(self) -> int:
+        """How often they were launched so far."""
 
     def open_epoch(self) -> None:
         """Drops all batch state once the running step has ended; weights and K/V memory stay."""
@@ -57,6 +71,7 @@ class TorchRunner:
     """See Runner. A step has ended when `step` returns, on a CPU."""
 
     attention = "torch"
+    padding = num_graphs = graph_launches = 0
 
     def __init__(
         self, model: CausalModel, cache: KVCache, batch: BatchState, sampler: RowSampler, device: torch.device
@@ -110,4 +125,4 @@ class TorchRunner:
         return self.model(ForwardInputs(token_ids, positions, slot_mapping, attention), self.cache.layers)
 
     def _to_device(self, values: LongArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(values, self._device)

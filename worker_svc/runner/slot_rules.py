@@ -20,6 +20,7 @@ from worker_svc.layers.logit_rules import (
     TokenValues,
     apply_rules,
 )
+from worker_svc.layers.transfer import to_device
 from worker_svc.runner.token_history import TokenHistory
 from worker_svc.step_inputs import LongArray, SamplingInputs, StepRows
 
@@ -123,7 +124,7 @@ class SlotRules:
         known = np.unpackbits(bits, axis=1, bitorder="little")[:, : flags.shape[1]]
         flags[:, : known.shape[1]] = known
         own = np.ascontiguousarray(flags[:, self._start :])
-        return self._to_device(np.array(rows)), torch.from_numpy(own).to(self._device)
+        return self._to_device(np.array(rows)), to_device(own, self._device)
 
     def _bad_words(self, rules: Sequence[LogitRules]) -> BadWords | None:
         words = [(row, word) for row, own in enumerate(rules) for word in own.bad_words]
@@ -143,7 +144,7 @@ class SlotRules:
         if not triples:
             return None
         rows, tokens, values = (np.array(column) for column in zip(*triples, strict=True))
-        return TokenValues(self._to_device(rows), self._to_device(tokens), torch.from_numpy(values).to(self._device))
+        return TokenValues(self._to_device(rows), self._to_device(tokens), to_device(values, self._device))
 
     def _penalties(self, rules: Sequence[LogitRules]) -> Penalties | None:
         off = (NO_RULES.repetition_penalty, NO_RULES.frequency_penalty, NO_RULES.presence_penalty)
@@ -151,9 +152,9 @@ class SlotRules:
         rows = [row for row, own in enumerate(values) if own != off]
         if not rows:
             return None
-        columns = torch.tensor([values[row] for row in rows], dtype=torch.float64).to(self._device)
+        columns = to_device(np.array([values[row] for row in rows]), self._device)
         repetition, frequency, presence = columns[:, :, None].unbind(1)
         return Penalties(self._to_device(np.array(rows)), repetition, frequency, presence)
 
     def _to_device(self, values: LongArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(values, self._device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.types import IntArray
+from worker_svc.layers.transfer import to_device
 from worker_svc.step_inputs import LongArray, StepRows
 
 _FIRST_ROWS = 8
@@ -47,12 +48,12 @@ class TokenHistory:
 
     def _write(self, slots: LongArray, positions: LongArray, tokens: IntArray) -> None:
         at, values = np.stack((self._row_of[slots], positions)), tokens.astype(np.int32)
-        rows, columns = torch.from_numpy(at).to(self._device).unbind()
-        self._tokens[rows, columns] = torch.from_numpy(values).to(self._device)
+        rows, columns = to_device(at, self._device).unbind()
+        self._tokens[rows, columns] = to_device(values, self._device)
 
     def rows_of(self, slots: LongArray) -> Tensor:
         """[n]: what `read` and `append` call the slots; those that keep nothing share one."""
-        return torch.from_numpy(self._row_of[slots].clip(min=0)).to(self._device)
+        return to_device(self._row_of[slots].clip(min=0), self._device)
 
     def read(self, rows: Tensor, length: int) -> Tensor:
         """[n, length]: their first tokens."""
