@@ -127,14 +127,14 @@ class FrontendLinks:
             case "stats_question":
                 asked = message.stats_question
                 stats = self._listener.stats(asked.max_requests)
-                answer = core_pb2.StatsAnswer(question=asked.question, stats=stats)
-                self._send(peer, core_pb2.CoreMessage(stats_answer=answer))
+                told = core_pb2.StatsAnswer(question=asked.question, stats=stats)
+                self._send(peer, core_pb2.CoreMessage(stats_answer=told))
             case "watch_cache":
                 self._listener.watch_cache(peer, message.watch_cache.watch)
             case "flush_cache":
                 number, flushed = message.flush_cache.question, self._listener.flush_cache()
-                told = core_pb2.FlushAnswer(question=number, flushed=flushed)
-                self._send(peer, core_pb2.CoreMessage(flush_answer=told))
+                forgotten = core_pb2.FlushAnswer(question=number, flushed=flushed)
+                self._send(peer, core_pb2.CoreMessage(flush_answer=forgotten))
 
     def _submit(self, key: int, submit: core_pb2.Submit) -> None:
         try:
