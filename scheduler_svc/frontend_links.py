@@ -132,8 +132,8 @@ class FrontendLinks:
                 self._listener.watch_cache(peer, message.watch_cache.watch)
             case "flush_cache":
                 number, flushed = message.flush_cache.question, self._listener.flush_cache()
-                told = core_pb2.FlushAnswer(question=number, flushed=flushed)
-                self._send(peer, core_pb2.CoreMessage(flush_answer=told))
+                forgotten = core_pb2.FlushAnswer(question=number, flushed=flushed)
+                self._send(peer, core_pb2.CoreMessage(flush_answer=forgotten))
 
     def _submit(self, key: int, submit: core_pb2.Submit) -> None:
         try:

@@ -17,6 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from tokenizers import Tokenizer
 
+from scheduler_svc.frontend.vllm_engine.requests import to_generate_request
 from shared.pb import core_pb2
 from tests.frontend.fake_core import Answer, ids, length, ready_state, stopped, until
 from tests.frontend.harness import Served, collect, rest, run, serving
@@ -59,12 +60,16 @@ def test_a_stream_carries_deltas_and_one_last_message(model: Path) -> None:
     run(scenario())
 
 
-def test_without_a_stream_each_sample_has_one_message(model: Path) -> None:
+def test_without_a_stream_each_sample_has_one_message_in_order(model: Path) -> None:
     async def scenario() -> None:
-        async with serving(model, three_tokens) as served:
-            answers = await collect(stub(served).Generate(request(n=2)))
-            assert sorted(answer.complete.index for answer in answers) == [0, 1]
-            assert [list(answer.complete.output_ids) for answer in answers] == [[20, 21, 22]] * 2
+        async with serving(model) as served:
+            call = asyncio.create_task(collect(stub(served).Generate(request(n=2))))
+            first, second = await served.core.submitted(2)
+            served.core.give(second, [30], length())
+            await asyncio.sleep(0.05)
+            served.core.give(first, [20], length())
+            answers = [answer.complete for answer in await call]
+            assert [(answer.index, list(answer.output_ids)) for answer in answers] == [(0, [20]), (1, [30])]
 
     run(scenario())
 
@@ -165,12 +170,6 @@ UNKNOWN = [
     ("mm_inputs", vllm.GenerateRequest(mm_inputs=vllm.MultimodalInputs())),
     ("extra_mm_inputs", vllm.GenerateRequest(extra_mm_inputs=[vllm.MultimodalInputs()])),
     ("media_refs", vllm.GenerateRequest(media_refs=vllm.MediaRefs())),
-    ("json_schema", request(json_schema="{}")),
-    ("regex", request(regex="a")),
-    ("grammar", request(grammar="root ::= 'a'")),
-    ("structural_tag", request(structural_tag="{}")),
-    ("json_object", request(json_object=True)),
-    ("choice", request(choice=vllm.ChoiceConstraint(choices=["a"]))),
 ]
 
 
@@ -182,6 +181,41 @@ def test_what_cannot_be_honoured_is_refused_by_name(model: Path, field: str, wan
                 await collect(stub(served).Generate(wanted))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert field in (caught.value.details() or "") and not served.core.submits
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("json_schema", '{"type": "object"}'),
+        ("json_object", True),
+        ("regex", "a+"),
+        ("grammar", "start: /a+/"),
+        ("structural_tag", '{"structures": [], "triggers": []}'),
+        ("choice", vllm.ChoiceConstraint(choices=["a", "b"])),
+    ],
+)
+def test_constraints_keep_their_kind(field: str, value: Any) -> None:
+    constraint = to_generate_request(request(**{field: value})).constraint
+    assert constraint.WhichOneof("language") == field
+    converted = getattr(constraint, field)
+    assert list(converted.choices) == list(value.choices) if field == "choice" else converted == value
+
+
+def test_a_constraint_holds(model: Path, tokenizer: Tokenizer) -> None:
+    allowed = tokenizer.encode("b").ids[0]
+
+    async def scenario() -> None:
+        async with serving(model) as served:
+            call = asyncio.create_task(collect(stub(served).Generate(request(regex="b"))))
+            (submit,) = await served.core.submitted()
+            await until(lambda: bool(served.core.masks))
+            mask = served.core.masks[0]
+            assert submit.constrained and mask.handle == submit.handle
+            assert [v for v in range(512) if mask.allowed[v // 8] >> v % 8 & 1] == [allowed]
+            served.core.give(submit, [allowed], length())
+            await call
 
     run(scenario())
 
@@ -200,6 +234,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(model: Path, field: str, wan
         ("logit_bias[-1]", {"logit_bias": {-1: 1.0}}),
         ("logprobs", {"logprobs": -1}),
         ("prompt_logprobs", {"prompt_logprobs": 21}),
+        ("constraint.regex", {"regex": "(b"}),
+        ("constraint.json_schema", {"json_schema": '{"type": 1}'}),
+        ("ignore_eos", {"ignore_eos": True, "json_object": True}),
     ],
 )
 def test_values_are_checked_as_tandems_own(model: Path, field: str, params: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import psutil
 import pytest
 from grpc import aio
@@ -21,7 +23,7 @@ from grpc import aio
 from shared.errors import StartupError
 from shared.pb import generation_pb2 as pb
 from shared.ports import find_free
-from tandem import gateway
+from tandem import Client, gateway
 from tests.service.tandem_process import Tandem, generate, load, running, until_idle
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
@@ -114,6 +116,7 @@ def test_seeds_samples_and_stop_strings(service: OpenAI) -> None:
     asked = {"model": "tiny", "prompt": "She said", "temperature": 2, "top_p": 1, "max_tokens": 24, "n": 2}
     first, again, other = (service.client().completions.create(**asked, seed=seed) for seed in (7, 7, 8))
     texts = [[choice.text for choice in answer.choices] for answer in (first, again, other)]
+    assert [choice.index for choice in first.choices] == [0, 1]
     assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
     stopped = service.client().completions.create(model="tiny", prompt=TEXT, temperature=0, max_tokens=40, stop=["man"])
     assert stopped.choices[0].finish_reason == "stop" and "man" not in stopped.choices[0].text
@@ -128,6 +131,86 @@ def test_the_model_and_its_limits(service: OpenAI) -> None:
         service.client().completions.create(model="tiny", prompt="a", max_tokens=0)
     with pytest.raises(openai.NotFoundError):
         service.client().completions.create(model="huge", prompt="a")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"who": {"enum": ["God", "nobody"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["who", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "made_by", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "unknown", "parameters": {"type": "object", "properties": {}}}},
+]
+ASKED = {"model": "tiny", "messages": CHAT, "temperature": 0}
+
+
+def test_an_answer_in_json_keeps_to_its_schema(service: OpenAI) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    answer = service.client().chat.completions.create(**ASKED, response_format=wanted, max_completion_tokens=200)
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+    with pytest.raises(openai.BadRequestError, match="json_schema"):
+        wrong = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": 1}}}
+        service.client().chat.completions.create(**ASKED, response_format=wrong)
+
+
+def test_a_named_tool_is_called(service: OpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "made_by"}}
+    answer = service.client().chat.completions.create(
+        **ASKED, tools=TOOLS, tool_choice=choice, max_completion_tokens=200
+    )
+    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "made_by"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+def test_some_tool_is_called_where_one_is_required(service: OpenAI) -> None:
+    """Streamed: the tiny model never ends the array of calls, but the first call is whole."""
+    stream = service.client().chat.completions.create(
+        **ASKED, tools=TOOLS[:1], tool_choice="required", max_completion_tokens=100, stream=True
+    )
+    name, arguments = "", ""
+    for chunk in stream:
+        for call in [call for choice in chunk.choices for call in choice.delta.tool_calls or [] if call.index == 0]:
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert name == "made_by"
+    jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+def test_logprobs_are_those_of_tandems_own_api(service: OpenAI) -> None:
+    asked = {**ASKED, "logprobs": True, "top_logprobs": 3, "max_completion_tokens": 5}
+    answer = service.client().chat.completions.create(**asked).choices[0].logprobs.content
+    stream = service.client().chat.completions.create(**asked, stream=True)
+    streamed = [
+        token for chunk in stream for choice in chunk.choices if choice.logprobs for token in choice.logprobs.content
+    ]
+    assert answer == streamed
+    with Client(service.endpoint) as own:
+        wanted = [
+            token for delta in own.generate(CHAT, temperature=0, max_tokens=5, logprobs=3) for token in delta.logprobs
+        ]
+    assert len(answer) == len(wanted) == 5
+    for told, token in zip(answer, wanted, strict=True):
+        assert tuple(told.bytes) == token.bytes and told.logprob == pytest.approx(token.logprob, abs=1e-5)
+        tops = [(tuple(top.bytes), top.logprob) for top in told.top_logprobs]
+        assert [text for text, _ in tops] == [top.bytes for top in token.top_logprobs]
+        assert [value for _, value in tops] == pytest.approx([top.logprob for top in token.top_logprobs], abs=1e-5)
+
+
+def test_penalties_arrive(service: OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": TEXT, "temperature": 0, "max_tokens": 40}
+    plain = service.client().completions.create(**asked).choices[0].text
+    penalties = {"frequency_penalty": 2, "presence_penalty": 2, "extra_body": {"repetition_penalty": 2}}
+    penalised = service.client().completions.create(**asked, **penalties).choices[0].text
+    assert plain != penalised
+    request = pb.GenerateRequest(text=TEXT)
+    sampling = request.sampling
+    sampling.frequency_penalty = sampling.presence_penalty = sampling.repetition_penalty = 2
+    assert penalised == expected(service, request, 40)
 
 
 LONG = {"model": "tiny", "prompt": TEXT, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}

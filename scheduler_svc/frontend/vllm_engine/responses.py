@@ -36,6 +36,9 @@ class Responses:
         """Until the end tells: 0 for a prompt that came as text."""
         self._stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
+        self._unfinished = request.sampling_params.n or 1
+        self._complete: dict[int, vllm.GenerateComplete] = {}
+        """Finished samples of a call that is no stream: they are told in order, since callers count them."""
 
     def convert(self, response: pb.GenerateResponse) -> Iterator[vllm.GenerateResponse]:
         """The messages that one of Tandem's becomes."""
@@ -53,9 +56,13 @@ class Responses:
             _move_logprobs(sample, chunk)
             yield vllm.GenerateResponse(chunk=chunk)
         if response.HasField("finish"):
-            yield vllm.GenerateResponse(complete=self._complete(response, sample))
+            self._unfinished -= 1
+            self._complete[response.index] = self._last_message(response, sample)
+        if self._stream or not self._unfinished:
+            for index in sorted(self._complete):
+                yield vllm.GenerateResponse(complete=self._complete.pop(index))
 
-    def _complete(self, response: pb.GenerateResponse, sample: _Sample) -> vllm.GenerateComplete:
+    def _last_message(self, response: pb.GenerateResponse, sample: _Sample) -> vllm.GenerateComplete:
         finish, usage = response.finish, response.usage
         complete = vllm.GenerateComplete(
             output_ids=sample.output_ids,
