@@ -126,9 +126,8 @@ class FrontendLinks:
                 self._listener.request_ended(message.request_ended)
             case "stats_question":
                 asked = message.stats_question
-                stats = self._listener.stats(asked.max_requests)
-                told = core_pb2.StatsAnswer(question=asked.question, stats=stats)
-                self._send(peer, core_pb2.CoreMessage(stats_answer=told))
+                stats = core_pb2.StatsAnswer(question=asked.question, stats=self._listener.stats(asked.max_requests))
+                self._send(peer, core_pb2.CoreMessage(stats_answer=stats))
             case "watch_cache":
                 self._listener.watch_cache(peer, message.watch_cache.watch)
             case "flush_cache":

@@ -198,7 +198,9 @@ def test_a_stopped_service_still_answers_scrapes(metered: Metered) -> None:
         os.kill(process.pid, signal.SIGSTOP)
     try:
         assert scrape(metered.scheduler).value("tandem_build_info") == 1
-        assert scrape(metered.worker).value("tandem_worker_tokens_total") > 0
+        now = scrape(metered.worker)
+        assert now.value("tandem_worker_tokens_total") > 0
+        assert now.value("tandem_worker_memory_bytes", kind="kv_cache") == 64 << 20
     finally:
         for process in stopped:
             os.kill(process.pid, signal.SIGCONT)
