@@ -17,6 +17,9 @@ from shared.pb import core_pb2
 from shared.types import StepPlan, StepResult, WorkerDescription
 
 STATE_INTERVAL_S = 0.5
+MASK_PATIENCE_S = 0.002
+"""How long constrained sequences wait for each other's masks while their worker idles: one whose grammar is slow must
+not hold up the others."""
 
 
 class Engine:
@@ -34,6 +37,8 @@ class Engine:
             for group, endpoint in enumerate(config.workers)
         ]
         self._due: set[int] = set()
+        self._gathering: set[int] = set()
+        """Groups with a timer that ends a wait for masks."""
         self._owners: dict[int, set[int]] = {}
         """Live keys of each frontend connection."""
         self._early: dict[int, Request] = {}
@@ -246,23 +251,34 @@ class Engine:
             self._due.add(group)
             asyncio.get_running_loop().call_soon(self._plan_woken, group)
 
-    def _plan_woken(self, group: int) -> None:
+    def _plan_woken(self, group: int, patient: bool = True) -> None:
         """The loop would log an exception of a callback and go on, without ever planning again."""
         try:
-            self._plan(group)
+            self._plan(group, patient)
         except Exception as error:
             self.broke(error)
 
-    def _plan(self, group: int) -> None:
+    def _plan(self, group: int, patient: bool = True) -> None:
         self._due.discard(group)
         link = self._links[group]
         depth = self._config.depth or link.depth
         while link.is_connected and len(link.outstanding) < depth:
-            plan = self._running_core.schedule(group)
+            plan = self._running_core.schedule(group, patient=patient)
             if plan is None:
+                if self._running_core.is_gathering(group) and not link.outstanding:
+                    self._end_gathering_later(group)
                 return
             self._progressed = time.monotonic()
             link.send(plan)
+
+    def _end_gathering_later(self, group: int) -> None:
+        if group not in self._gathering:
+            self._gathering.add(group)
+            asyncio.get_running_loop().call_later(MASK_PATIENCE_S, self._end_gathering, group)
+
+    def _end_gathering(self, group: int) -> None:
+        self._gathering.discard(group)
+        self._plan_woken(group, patient=bool(self._links[group].outstanding))
 
     def _deliver(self, outputs: StepOutputs) -> None:
         for ended in outputs.ended:
