@@ -73,9 +73,10 @@ class Group:
 
     @property
     def is_gathering(self) -> bool:
-        """Masks are there and more are to come, and nothing else would decode: a step for all of them costs as much
-        as one for the first."""
-        return bool(self.masked) and len(self.masked) < self.num_constrained and not self.batch.decoding.any()
+        """Masks are there, more are to come that fit the same plan, and nothing else would decode: a step for all of
+        them costs as much as one for the first."""
+        most = min(self.num_constrained, self._config.max_plan_masks)
+        return 0 < len(self.masked) < most and not self.batch.decoding.any()
 
     def find_prefix(self, sequence: Sequence, tokens: IntArray) -> CachedPrefix:
         """What the cache holds of a waiting sequence with these known tokens: never all of them."""

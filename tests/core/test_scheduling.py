@@ -160,6 +160,33 @@ def test_constrained_sequences_step_together_if_the_caller_is_patient() -> None:
     simulation.settle()
 
 
+def test_nobody_waits_for_whom_the_plan_has_no_room() -> None:
+    """Three masks of 2,000 bytes fit; of five sequences the first three need not wait for the others."""
+    config = CoreConfig(
+        num_groups=1,
+        vocabulary_size=16_000,
+        max_model_length=64,
+        block_size=16,
+        max_num_seqs=5,
+        max_num_batched_tokens=100,
+        max_plan_bytes=2 * (3 * 2016 + 5 * 24),
+        hash_seed=1,
+    )
+    core = Scheduler(config)
+    core.worker_ready(0, 64)
+    for key in range(5):
+        core.submit(Request(key, f"{key}", 0, np.arange(1, 4, dtype=np.int32), max_tokens=9, constrained=True))
+        core.mask_ready(key, 0, bytes(2000))
+        plan = core.schedule(0)
+        assert plan is not None
+        core.update(0, StepResult(plan.epoch, plan.step_id, np.array([7], dtype=np.int32)))
+    for key in range(3):
+        assert not core.schedule(0, patient=True)
+        core.mask_ready(key, 1, bytes(2000))
+    plan = core.schedule(0, patient=True)
+    assert plan is not None and len(plan.masks) == 3
+
+
 def test_nobody_waits_where_others_decode() -> None:
     simulation = make_simulation(depths=[4])
     simulation.submit(EIGHT, max_tokens=9)
