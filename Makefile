@@ -45,10 +45,10 @@ stubs: $(VENV)/.develops
 protos: $(VENV)/.develops
 	$(BIN)/python protos/generate.py
 
-# Tests of one part each; the scheduler core's run where torch is not installed.
+# Tests of one part each, on all cores; the scheduler core's run where torch is not installed.
 unit: $(VENV)/.develops $(VENV)-scheduler/.runs
 	$(VENV)-scheduler/bin/python -m pytest tests/core tests/shared
-	$(BIN)/python -m pytest tests --ignore tests/core --ignore tests/shared --ignore tests/service
+	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service
 
 # Tests of all parts together: real processes, real gRPC, killed and stopped.
 service: $(VENV)/.develops

@@ -63,7 +63,7 @@ def _points(module: str, options: list[str]) -> list[dict[str, Any]]:
 
 def _pair(one_process: dict[str, Any], services: dict[str, Any]) -> Pair:
     what, unit = one_process["what"], one_process["unit"]
-    column = "tpot_ms" if unit != RATE else "tokens_per_second" if what == MIXED else "prompt_tokens_per_second"
+    column = "decode_ms" if unit != RATE else "tokens_per_second" if what == MIXED else "prompt_tokens_per_second"
     return Pair(what, unit, one_process["value"], services[column])
 
 

@@ -16,15 +16,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.services import client, services
-from bench.work import MODEL_HELP, bench_model, equal_lengths
+from bench.services import services
+from bench.work import MODEL_HELP, bench_model
+from tandem.bench.measure import start_client
+from tandem.bench.work import random_items
 
 _ROLES = {
     "worker_svc.main": "worker",
     "bench.idle_worker": "worker",
     "core_process": "core",
     "frontend.main": "frontend",
-    "bench.work_client": "client",
+    "tandem.bench.client": "client",
 }
 _START_S = 3.0
 _SETTLE_S = 0.2
@@ -57,7 +59,7 @@ def _measure(endpoint: str, batch: int, tokens: int) -> tuple[float, _Times]:
     with TemporaryDirectory() as scratch:
         output = Path(scratch) / "streams.npz"
         start = time.time() + _START_S
-        process = client(endpoint, start, output, equal_lengths(batch, 16, tokens))
+        process = start_client(endpoint, start, output, random_items(batch, 16, tokens), batch)
         time.sleep(start + _SETTLE_S - time.time())
         began, before = time.time(), _cpu_times()
         ended, after = began, before

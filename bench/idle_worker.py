@@ -17,6 +17,7 @@ from shared.model_config import load_model_config
 from shared.process import die_with_parent
 from shared.types import WorkerDescription
 from worker_svc.config import WorkerConfig
+from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.parallel import TensorParallel
 from worker_svc.progress import Progress
 from worker_svc.runner.batch import BatchState, Limits
@@ -24,7 +25,9 @@ from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.group import GroupRunner
 from worker_svc.runner.kernel_runner import KernelRunner
 from worker_svc.runner.lanes import Lanes
+from worker_svc.runner.row_sampler import RowSampler
 from worker_svc.serve import WorkerServer
+from worker_svc.stats import no_stats
 
 SLOTS, TOKENS, BLOCKS, BLOCK_SIZE = 256, 3072, 16_384, 64
 
@@ -85,8 +88,9 @@ def idle_runner(vocabulary_size: int, max_model_len: int, step_s: float) -> Kern
         ),
     )
     lanes = Lanes(len(state.values), SLOTS, device, clock.event)
+    sampler = RowSampler(VocabParallelEmbedding(vocabulary_size, 1, TensorParallel()), limits, device)
     return KernelRunner(
-        parts.attention, parts.cache, BatchState(limits), state, parts.kernels, parts.programs, parts, lanes
+        parts.attention, parts.cache, BatchState(limits), state, parts.kernels, parts.programs, sampler, lanes
     )
 
 
@@ -110,7 +114,7 @@ async def serve(port: int, model: Path, step_s: float) -> None:
         version="0",
         attention="none",
     )
-    server = WorkerServer(config, progress)
+    server = WorkerServer(config, progress, no_stats())
     await server.start()
     await server.answer(GroupRunner(runner, TensorParallel(), progress), description)
     await server.watch()

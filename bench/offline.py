@@ -22,12 +22,9 @@ from bench.work import (
     MODEL_HELP,
     RATE,
     SEQUENCES,
-    TEMPERATURE,
-    Item,
     bench_model,
     context_of,
     decode_name,
-    equal_lengths,
     mixed_lengths,
     prefill_length,
     prefill_name,
@@ -36,6 +33,7 @@ from scheduler_svc.core import CoreConfig, Request, Scheduler
 from shared.model_config import load_model_config
 from shared.types import StepResult
 from shared.wire import plan_to_pb
+from tandem.bench.work import TEMPERATURE, Item, random_items
 from worker_svc.config import WorkerConfig
 from worker_svc.parallel import TensorParallel
 from worker_svc.progress import Progress
@@ -182,13 +180,13 @@ def main(
 
 def measure(engine: Engine, batches: list[int], requests: int) -> list[Point]:
     """Decode by batch size, prefill, and the mixed work."""
-    engine.run(equal_lengths(8, 128, 16))
+    engine.run(random_items(8, 128, 16))
     points = []
     for batch in batches:
-        run = engine.run(equal_lengths(batch, 128, 256))
+        run = engine.run(random_items(batch, 128, 256))
         points.append(Point(decode_name(batch), _ms((run.end - run.first_tokens) / 255), "ms a token"))
     length = prefill_length(engine.context)
-    run = engine.run(equal_lengths(32, length, 1))
+    run = engine.run(random_items(32, length, 1))
     points.append(Point(prefill_name(length), round(32 * length / run.end), RATE))
     items = mixed_lengths()[:requests]
     run = engine.run(items)

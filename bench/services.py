@@ -1,14 +1,11 @@
-"""Services and clients as processes, for benchmarks."""
+"""Services as processes, for benchmarks."""
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.work import SEQUENCES, Item, context_of
+from bench.work import SEQUENCES, context_of
 from shared.ports import find_free
 from shared.process import spawn, stop
 from shared.rpc import until_serving
@@ -42,13 +39,3 @@ def services(
         yield endpoint
     finally:
         asyncio.run(stop(started, 10.0))
-
-
-def client(endpoint: str, start: float, output: Path, items: list[Item]) -> "subprocess.Popen[bytes]":
-    """A process of bench.work_client with these requests."""
-    command = [sys.executable, "-m", "bench.work_client", endpoint, str(start), str(output)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(json.dumps([(item.prompt, item.output_length, item.arrival) for item in items]).encode())
-    process.stdin.close()
-    return process

@@ -18,7 +18,8 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from bench.offline import Engine
-from bench.work import CONTEXT, MODEL_HELP, SEQUENCES, bench_model, equal_lengths
+from bench.work import CONTEXT, MODEL_HELP, SEQUENCES, bench_model
+from tandem.bench.work import random_items
 from worker_svc.config import WorkerConfig
 
 _FIRST_KERNEL = "_decode_kernel"  # of every decode step: kernels.prepare
@@ -76,7 +77,7 @@ def main(
 def measure(engine: Engine, batch: int, steps: int) -> Timeline:
     """Profiles `batch` sequences from their prompts on."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        engine.run(equal_lengths(batch, 128, steps + _SKIPPED))
+        engine.run(random_items(batch, 128, steps + _SKIPPED))
     events: list[Any] = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
     events.sort(key=lambda event: event.time_range.start)
     starts = [event.time_range.start for event in events if event.name == _FIRST_KERNEL][_SKIPPED:]
@@ -93,7 +94,7 @@ def measure(engine: Engine, batch: int, steps: int) -> Timeline:
 
 
 def _cpu_time(engine: Engine, batch: int) -> dict[str, float]:
-    run = engine.run(equal_lengths(batch, 128, _CPU_STEPS))
+    run = engine.run(random_items(batch, 128, _CPU_STEPS))
     return {part: round(seconds * 1e6 / run.steps, 1) for part, seconds in engine.cpu.seconds.items()}
 
 

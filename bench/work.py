@@ -3,18 +3,17 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from shared.model_config import load_model_config
+from tandem.bench.work import Item
 from tandem.models import model_folder
 from tandem.tiny import DENSE
 
-TEMPERATURE = 0.6
 MODEL_HELP = "qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, qwen3-235b-a22b, or a model folder"
 SEQUENCES = 256
 """Most sequences that benchmarks of whole models run at a time."""
@@ -59,16 +58,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One request."""
-
-    prompt: list[int]
-    output_length: int
-    arrival: float = 0.0
-    """Seconds after the start."""
-
-
 def mixed_lengths() -> list[Item]:
     """The work of nano-vllm's bench.py: 256 requests, prompts and outputs of 100 to 1,024 tokens, 133,966 of output."""
     rng = random.Random(0)
@@ -83,14 +72,8 @@ def mixed_contexts(left: int) -> list[int]:
     return [len(item.prompt) + done for item in mixed_lengths() if item.output_length > done]
 
 
-def equal_lengths(count: int, prompt_length: int, output_length: int, seed: int = 1) -> list[Item]:
-    """`count` requests of random tokens."""
-    rng = random.Random(seed)
-    return [Item([rng.randint(0, 10_000) for _ in range(prompt_length)], output_length) for _ in range(count)]
-
-
 def decode_name(batch: int) -> str:
-    """The point of equal_lengths(batch, ...)."""
+    """The point of random_items(batch, ...)."""
     return f"decode, batch {batch}"
 
 
@@ -105,17 +88,8 @@ def prefill_length(context: int) -> int:
 
 
 def prefill_name(length: int) -> str:
-    """The point of equal_lengths(32, length, 1)."""
+    """The point of random_items(32, length, 1)."""
     return f"prefill, 32 x {length}"
-
-
-def poisson_arrivals(items: Sequence[Item], rate: float, seed: int = 2) -> list[Item]:
-    """The same requests at random times, `rate` a second on average, each independent of the others."""
-    rng, now, arriving = random.Random(seed), 0.0, []
-    for item in items:
-        now += rng.expovariate(rate)
-        arriving.append(replace(item, arrival=now))
-    return arriving
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""Generates shared/pb from the .proto files beside this script: `make protos`.
+"""Generates shared/pb and docs/api.md from the .proto files beside this script: `make protos`.
 
-The stubs are checked in; `--check` regenerates them elsewhere and fails on a difference.
+Both are checked in; `--check` generates them elsewhere and fails on a difference.
 """
 
 import filecmp
@@ -10,16 +10,18 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+from api_page import api_page
 from grpc_tools import protoc
 
 HERE = Path(__file__).parent
 STUBS = HERE.parent / "shared" / "pb"
+PAGE = HERE.parent / "docs" / "api.md"
 PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
 """Beside this interpreter: its environment need not be on PATH."""
 
 
-def generate(target: Path) -> None:
-    """Writes the stubs into the folder `target`, without the package path of the protos.
+def generate(target: Path, page: Path) -> None:
+    """Writes the stubs into the folder `target`, without the package path of the protos, and docs/api.md to `page`.
 
     protoc would import siblings as `tandem.v1`, which is the client library's name.
     """
@@ -28,8 +30,11 @@ def generate(target: Path) -> None:
         arguments = ["protoc", f"-I{HERE}", f"-I{files('grpc_tools') / '_proto'}"]
         arguments += [f"--plugin={name}={Path(sys.executable).parent / name}" for name in PLUGINS]
         arguments += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        descriptors = Path(scratch) / "descriptors"
+        arguments += ["--include_source_info", f"--descriptor_set_out={descriptors}"]
         if protoc.main(arguments + protos) != 0:
             raise SystemExit("protoc failed: see its message above")
+        page.write_text(api_page(descriptors))
         for path in sorted(Path(scratch).glob("tandem/v1/*.py*")):
             if path.name.startswith("core_pb2_grpc"):
                 continue  # core.proto has no service
@@ -42,9 +47,11 @@ def generate(target: Path) -> None:
 
 
 def check() -> None:
-    """Fails if the checked-in stubs are not what the protos give."""
-    with tempfile.TemporaryDirectory() as scratch:
-        generate(Path(scratch))
+    """Fails if what is checked in is not what the protos give."""
+    with tempfile.TemporaryDirectory() as scratch, tempfile.NamedTemporaryFile() as page:
+        generate(Path(scratch), Path(page.name))
+        if not filecmp.cmp(page.name, PAGE, shallow=False):
+            raise SystemExit("docs/api.md is out of date: run `make protos` and commit")
         names = {path.name for folder in (Path(scratch), STUBS) for path in folder.glob("*.py*")}
         _, different, missing = filecmp.cmpfiles(scratch, STUBS, names, shallow=False)
     if different or missing:
@@ -52,4 +59,4 @@ def check() -> None:
 
 
 if __name__ == "__main__":
-    check() if "--check" in sys.argv else generate(STUBS)
+    check() if "--check" in sys.argv else generate(STUBS, PAGE)

@@ -42,12 +42,19 @@ class SchedulerConfig:
     """Seconds that compiling a request's grammar may take; then the request is refused."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
+    metrics_port: int | None = None
+    """Port of Prometheus metrics over HTTP, on the same host; None: there are none."""
+    otlp_endpoint: str | None = None
+    """Where traces go: an OpenTelemetry collector that takes OTLP over gRPC, http://host:port or https://host:port.
+    None: nowhere. Needs the extra tandem-serve[otel]."""
     generation_config: bool = True
     """Whether the model's generation_config.json answers where a request is silent about sampling."""
 
     def __post_init__(self) -> None:
         """Every value on its own; what depends on the workers is checked when they are known."""
-        check_bounds(self, ("port",), 1, 65535)
+        check_bounds(self, ("port", "metrics_port"), 1, 65535)
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise StartupError(f"--otlp-endpoint {self.otlp_endpoint}: http://host:port or https://host:port is needed")
         check_bounds(self, ("frontends", "max_num_seqs", "max_num_batched_tokens", "max_queue"), 1)
         check_bounds(self, ("depth",), 1, DEPTH_LIMIT)
         check_bounds(self, ("step_timeout",), 1)

@@ -5,12 +5,18 @@ import asyncio
 import gc
 import secrets
 import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import uvloop
+from prometheus_client.core import Metric
 
 from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.core_metrics import core_metrics
 from scheduler_svc.engine import Engine
+from scheduler_svc.process_metrics import process_metrics
+from scheduler_svc.snapshots import push
 from shared.errors import StartupError
 from shared.model_config import load_model_config
 from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
@@ -21,7 +27,7 @@ GC_THRESHOLD = 100_000
 """Allocations between collections: at the default of 700 a collection would stop the loop every few steps."""
 
 
-async def serve(config: SchedulerConfig, socket_path: str) -> None:
+async def serve(config: SchedulerConfig, socket_path: str, metrics_socket: Path | None) -> None:
     """Until SIGTERM. Raises StartupError where the workers serve another model."""
     model = load_model_config(config.model, config.model_name)
     engine = Engine(config, model.fingerprint, instance=secrets.randbits(64), hash_seed=secrets.randbits(64))
@@ -29,15 +35,22 @@ async def serve(config: SchedulerConfig, socket_path: str) -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     with stop_signals() as stopped:
+        telling = asyncio.create_task(push(metrics_socket, partial(_metrics, engine, model.name)))
         running = asyncio.create_task(engine.run(socket_path))
         stopping = asyncio.create_task(stopped.wait())
         await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-        running.cancel()
-        stopping.cancel()
+        for task in (running, stopping, telling):
+            task.cancel()
+        await asyncio.wait([telling])
         try:
             await running
         except asyncio.CancelledError:
             return
+
+
+def _metrics(engine: Engine, model_name: str) -> Iterator[Metric]:
+    yield from process_metrics("core")
+    yield from core_metrics(engine, model_name)
 
 
 def main() -> int:
@@ -46,10 +59,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The core process of a scheduler")
     parser.add_argument("--config", required=True, type=partial(from_json, SchedulerConfig))
     parser.add_argument("--socket", required=True)
+    parser.add_argument("--metrics-socket", type=Path, help="where the parent takes metrics; not given: nowhere")
     arguments = parser.parse_args()
     configure_logging("core")
     try:
-        uvloop.run(serve(arguments.config, arguments.socket))
+        uvloop.run(serve(arguments.config, arguments.socket, arguments.metrics_socket))
     except StartupError as error:
         print(f"tandem scheduler: {error}", file=sys.stderr)
         return STARTUP_FAILED

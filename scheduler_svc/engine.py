@@ -8,12 +8,14 @@ import asyncio
 import time
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core import RETRY_AFTER_MS, Request, Scheduler, StepOutputs
+from scheduler_svc.core import RETRY_AFTER_MS, Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
 from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
+from scheduler_svc.monitor import Monitor
 from scheduler_svc.worker_client import WorkerLink
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.types import StepPlan, StepResult, WorkerDescription
 
 STATE_INTERVAL_S = 0.5
@@ -32,7 +34,7 @@ class Engine:
         self._core: Scheduler | None = None
         self._served: WorkerDescription | None = None
         self._frontends = FrontendLinks(self)
-        self._links = [
+        self.links = [
             WorkerLink(group, endpoint, self, instance=instance, step_timeout=config.step_timeout)
             for group, endpoint in enumerate(config.workers)
         ]
@@ -49,12 +51,13 @@ class Engine:
         self._progressed = time.monotonic()
         """When a step was planned or gave tokens, or nothing was there to do."""
         self._broken: asyncio.Future[None] | None = None
+        self._monitor = Monitor()
 
     async def run(self, socket_path: str) -> None:
         """Serves until cancelled. Raises StartupError where a worker serves another model, and what `broke` tells."""
         self._broken = asyncio.get_running_loop().create_future()
         async with await self._frontends.serve(socket_path):
-            await asyncio.gather(self._broken, self._tell_state(), *(link.run() for link in self._links))
+            await asyncio.gather(self._broken, self._tell_state(), *(link.run() for link in self.links))
 
     def broke(self, error: Exception) -> None:
         """A bug: the state can't be trusted. The process ends; its successor gets every request again."""
@@ -67,6 +70,17 @@ class Engine:
         early = len(self._early) + len(self._early_masks)
         return early + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
 
+    def load(self) -> Load:
+        """How busy the service is; before the first worker, who waits for one."""
+        if self._core is None:
+            return Load(len(self._early), (GroupLoad(),) * len(self.links), Counters())
+        return self._core.load()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a K/V block; 0 before the first worker."""
+        return self._core.config.block_size if self._core is not None else 0
+
     def check_invariants(self) -> None:
         """Asserts that the core's state is consistent. O(everything)."""
         self._running_core.check_invariants()
@@ -75,13 +89,13 @@ class Engine:
 
     def state(self) -> core_pb2.CoreState:
         """What frontends need to know."""
-        state = core_pb2.CoreState(active=any(link.is_connected for link in self._links))
+        state = core_pb2.CoreState(active=any(link.is_connected for link in self.links))
         state.progressing = not self.held or time.monotonic() - self._progressed < self._config.step_timeout
         if self._core is None or self._served is None:
             return state
         load = self._core.load()
         state.queued = load.queued
-        for link, group in zip(self._links, load.groups, strict=True):
+        for link, group in zip(self.links, load.groups, strict=True):
             state.groups.add(
                 endpoint=link.endpoint,
                 connected=link.is_connected,
@@ -90,7 +104,7 @@ class Engine:
                 free_blocks=group.free_blocks,
             )
         state.running = sum(group.running for group in load.groups)
-        state.max_running = self._core.config.max_num_seqs * len(self._links)
+        state.max_running = self._core.config.max_num_seqs * len(self.links)
         state.model.dtype = self._served.dtype
         state.model.context_limit = self._core.context_limit
         state.model.vocabulary_size = self._served.vocabulary_size
@@ -158,6 +172,14 @@ class Engine:
         elif key in self._early:
             self._early_masks[key] = (position, allowed)
 
+    def request_ended(self, request: RequestStats) -> None:
+        """For the statistics."""
+        self._monitor.request_ended(request)
+
+    def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done."""
+        return self._monitor.stats(max_requests, self.load().counters)
+
     def left(self, peer: int) -> None:
         """Ends what nobody reads any more."""
         for key in list(self._owners.get(peer, ())):
@@ -184,7 +206,7 @@ class Engine:
                 raise ValueError(problem)
             return
         if problem:
-            raise StartupError(f"worker {self._links[group].endpoint} {problem}")
+            raise StartupError(f"worker {self.links[group].endpoint} {problem}")
         self._core = Scheduler(core_config(self._config, description, self._hash_seed))
         self._served = description
         self._submit_early(self._core)
@@ -216,8 +238,9 @@ class Engine:
             self._progressed = time.monotonic()
         self._plan(group)
         self._deliver(outputs)
+        self._deliver(self._running_core.take_outputs())
         if result.draining and not self._running_core.load().groups[group].running:
-            self._links[group].close()
+            self.links[group].close()
 
     def lost(self, group: int) -> None:
         """Its sequences go back to the queue: to other groups at once, or to wait for its return."""
@@ -228,7 +251,7 @@ class Engine:
     def _end_without_worker(self) -> None:
         """After the worker loss timeout, whoever waits is told; also where none has come yet."""
         now = time.monotonic()
-        if any(link.is_connected for link in self._links):
+        if any(link.is_connected for link in self.links):
             self._without_worker_since = None
         elif self._without_worker_since is None:
             self._without_worker_since = now
@@ -242,7 +265,7 @@ class Engine:
     # Planning.
 
     def _wake_all(self) -> None:
-        for link in self._links:
+        for link in self.links:
             self._wake(link.group)
 
     def _wake(self, group: int) -> None:
@@ -255,12 +278,14 @@ class Engine:
         """The loop would log an exception of a callback and go on, without ever planning again."""
         try:
             self._plan(group, patient)
+            if self._core is not None:
+                self._deliver(self._core.take_outputs())
         except Exception as error:
             self.broke(error)
 
     def _plan(self, group: int, patient: bool = True) -> None:
         self._due.discard(group)
-        link = self._links[group]
+        link = self.links[group]
         depth = self._config.depth or link.depth
         while link.is_connected and len(link.outstanding) < depth:
             plan = self._running_core.schedule(group, patient=patient)
@@ -278,9 +303,12 @@ class Engine:
 
     def _end_gathering(self, group: int) -> None:
         self._gathering.discard(group)
-        self._plan_woken(group, patient=bool(self._links[group].outstanding))
+        self._plan_woken(group, patient=bool(self.links[group].outstanding))
 
     def _deliver(self, outputs: StepOutputs) -> None:
+        """What a plan started or put back is told at once, not with its result: frontends take the times."""
+        if outputs.is_empty:
+            return
         for ended in outputs.ended:
             self._forget(ended.key)
         self._frontends.deliver(outputs)

@@ -5,22 +5,30 @@ Decides nothing about sequences. Never waits for a frontend: one that doesn't re
 """
 
 import asyncio
+import time
 from typing import Protocol
 
 import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
 
-from scheduler_svc.core import Ended, Request, StepOutputs
+from scheduler_svc.core import Ended, Request, RequeueCause, StepOutputs
 from shared.errors import ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.rpc import STATUS_CODES
 from shared.types import FinishReason
-from shared.wire import pack, unpack
+from shared.wire import pack, rules_from_pb, unpack
 
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
+
+_CAUSES = {
+    RequeueCause.PREEMPTED: core_pb2.REQUEUE_CAUSE_PREEMPTED,
+    RequeueCause.WORKER_LOST: core_pb2.REQUEUE_CAUSE_WORKER_LOST,
+    RequeueCause.TAINTED: core_pb2.REQUEUE_CAUSE_TAINTED,
+}
 
 _log = structlog.get_logger(__name__)
 
@@ -42,6 +50,12 @@ class FrontendListener(Protocol):
 
     def mask_ready(self, key: int, position: int, allowed: bytes) -> None:
         """The tokens that a constrained sequence may sample next."""
+
+    def request_ended(self, request: RequestStats) -> None:
+        """A frontend's call has ended."""
+
+    def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done, but for its load."""
 
     def left(self, peer: int) -> None:
         """A frontend is gone, with all its sequences."""
@@ -100,6 +114,13 @@ class FrontendLinks:
             case "mask_ready":
                 mask = message.mask_ready
                 self._listener.mask_ready(_key(peer, mask.handle), mask.position, mask.allowed)
+            case "request_ended":
+                self._listener.request_ended(message.request_ended)
+            case "stats_question":
+                asked = message.stats_question
+                stats = self._listener.stats(asked.max_requests)
+                told = core_pb2.StatsAnswer(question=asked.question, stats=stats)
+                self._send(peer, core_pb2.CoreMessage(stats_answer=told))
 
     def _submit(self, key: int, submit: core_pb2.Submit) -> None:
         try:
@@ -123,14 +144,28 @@ class FrontendLinks:
         handles = (outputs.keys & HANDLE_MASK).astype(np.uint32).view(np.int32)
         for peer in np.unique(peers).tolist():
             mine = peers == peer
-            batches[peer] = core_pb2.TokenBatch(handles=pack(handles[mine]), token_ids=pack(outputs.token_ids[mine]))
+            logprobs = outputs.logprobs.select(mine)
+            batches[peer] = core_pb2.TokenBatch(
+                handles=pack(handles[mine]),
+                token_ids=pack(outputs.token_ids[mine]),
+                logprob_sizes=pack(logprobs.sizes),
+                logprobs=logprobs.entries,
+            )
         for key, cached_tokens in outputs.started:
             batch = batches.setdefault(key >> HANDLE_BITS, core_pb2.TokenBatch())
             batch.started.add(handle=key & HANDLE_MASK, cached_tokens=cached_tokens)
+        for key, entries in outputs.prompt_logprobs:
+            batch = batches.setdefault(key >> HANDLE_BITS, core_pb2.TokenBatch())
+            batch.prompt_logprobs.add(handle=key & HANDLE_MASK, entries=entries)
+        for key, cause in outputs.requeued:
+            batch = batches.setdefault(key >> HANDLE_BITS, core_pb2.TokenBatch())
+            batch.requeued.add(handle=key & HANDLE_MASK, cause=_CAUSES[cause])
         for ended in outputs.ended:
             batch = batches.setdefault(ended.key >> HANDLE_BITS, core_pb2.TokenBatch())
             batch.ended.append(_ended(ended))
+        now = time.monotonic_ns() // 1000
         for peer, batch in batches.items():
+            batch.time_us = now
             self._send(peer, core_pb2.CoreMessage(tokens=batch))
 
     def end(self, key: int, error: TandemError) -> None:
@@ -172,6 +207,10 @@ def _request(key: int, submit: core_pb2.Submit) -> Request:
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         seed=sampling.seed,
+        rules=rules_from_pb(sampling),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        prompt_logprobs_received=submit.prompt_logprobs_received,
         max_tokens=submit.max_tokens or None,
         min_tokens=submit.min_tokens,
         stop_token_ids=tuple(unpack(submit.stop_token_ids).tolist()),

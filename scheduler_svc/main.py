@@ -1,6 +1,7 @@
 """The scheduler's parent process: starts the core and the frontends, keeps them running, stops them in order.
 
-Serves nothing itself. The core listens on a Unix socket in a private folder; frontends share the public port.
+Serves no requests itself, and all metrics. The core listens on a Unix socket in a private folder; frontends share
+the public port.
 """
 
 import asyncio
@@ -12,8 +13,11 @@ from pathlib import Path
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontend.config import FrontendConfig
+from scheduler_svc.frontend.tracing import require_tracing
+from scheduler_svc.metrics_hub import MetricsHub
 from scheduler_svc.watchdog import watch_core, watch_frontend
 from shared.errors import StartupError
+from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
 from shared.ports import address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
@@ -31,11 +35,15 @@ async def run(config: SchedulerConfig) -> int:
     """
     name = load_model_config(config.model, config.model_name).name
     require_free(config.host, config.port)
+    if config.otlp_endpoint is not None:
+        require_tracing()
     with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         family = Supervisor()
-        socket_path = _socket_path(folder)
-        family.start("core", "scheduler_svc.core_process", ["--config", to_json(config), "--socket", socket_path])
-        frontends = [_frontend(config, socket_path) for _ in range(config.frontends)]
+        socket_path, metrics_socket = _socket_path(folder, "core.sock"), await _serve_metrics(config, folder)
+        arguments = ["--config", to_json(config), "--socket", socket_path]
+        arguments += ["--metrics-socket", str(metrics_socket)] if metrics_socket else []
+        family.start("core", "scheduler_svc.core_process", arguments)
+        frontends = [_frontend(config, socket_path, metrics_socket) for _ in range(config.frontends)]
         for number, frontend in enumerate(frontends):
             family.start(f"frontend-{number}", "scheduler_svc.frontend.main", ["--config", to_json(frontend)])
         watching = [asyncio.create_task(dog) for dog in _watchdogs(config, family, socket_path, frontends)]
@@ -48,8 +56,19 @@ async def run(config: SchedulerConfig) -> int:
         return STARTUP_FAILED if failed else 0
 
 
-def _socket_path(folder: str) -> str:
-    path = str(Path(folder) / "core.sock")
+async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
+    """The socket that takes the children's metrics, if there is an endpoint to tell them."""
+    if config.metrics_port is None:
+        return None
+    require_free(config.host, config.metrics_port, "--metrics-port")
+    path, hub = _socket_path(folder, "stat.sock"), MetricsHub()
+    await hub.serve(path)
+    serve_metrics(config.host, config.metrics_port, hub.read)
+    return Path(path)
+
+
+def _socket_path(folder: str, name: str) -> str:
+    path = str(Path(folder) / name)
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
         raise StartupError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter folder")
     return path
@@ -68,7 +87,7 @@ def _kill(family: Supervisor, name: str) -> None:
     family.children[name].kill()
 
 
-def _frontend(config: SchedulerConfig, socket_path: str) -> FrontendConfig:
+def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | None) -> FrontendConfig:
     return FrontendConfig(
         model=config.model,
         core_socket=Path(socket_path),
@@ -80,6 +99,8 @@ def _frontend(config: SchedulerConfig, socket_path: str) -> FrontendConfig:
         grammar_timeout=config.grammar_timeout,
         core_timeout=config.worker_loss_timeout,
         drain_timeout=config.drain_timeout,
+        metrics_socket=metrics_socket,
+        otlp_endpoint=config.otlp_endpoint,
     )
 
 

@@ -1,6 +1,8 @@
 """The parent's eye on its children: one that lives but no longer turns is killed, so that it is started again.
 
 A stopped or blocked process still holds its sockets, and the kernel accepts connections for it: only messages tell.
+Patience comes in two halves: where the whole host was stopped for a while, the first is over before the child could
+say a word, and the second is its own.
 """
 
 import asyncio
@@ -37,9 +39,16 @@ async def watch_core(socket_path: str, timeout_s: float, kill: Callable[[], None
 async def _until_silent(reader: asyncio.StreamReader, timeout_s: float) -> None:
     """Raises TimeoutError after silence; returns when the core is gone."""
     while True:
-        async with asyncio.timeout(timeout_s):
-            if await read_message(reader) is None:
+        reading = asyncio.ensure_future(read_message(reader))
+        try:
+            await asyncio.wait({reading}, timeout=timeout_s / 2)
+            await asyncio.wait({reading}, timeout=timeout_s / 2)
+            if not reading.done():
+                raise TimeoutError
+            if reading.result() is None:
                 return
+        finally:
+            reading.cancel()
 
 
 async def watch_frontend(endpoint: str, timeout_s: float, kill: Callable[[], None]) -> None:
@@ -47,10 +56,16 @@ async def watch_frontend(endpoint: str, timeout_s: float, kill: Callable[[], Non
     async with aio.insecure_channel(endpoint, options=[("grpc.max_reconnect_backoff_ms", 500)]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
-            try:
-                await stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=timeout_s)
-            except aio.AioRpcError as error:
-                if error.code() is StatusCode.DEADLINE_EXCEEDED:
-                    _log.warning("a frontend does not answer and is killed", endpoint=endpoint, seconds=timeout_s)
-                    kill()
+            if await _is_silent(stub, timeout_s / 2) and await _is_silent(stub, timeout_s / 2):
+                _log.warning("a frontend does not answer and is killed", endpoint=endpoint, seconds=timeout_s)
+                kill()
             await asyncio.sleep(PAUSE_S)
+
+
+async def _is_silent(stub: "health_pb2_grpc.HealthStub", timeout_s: float) -> bool:
+    """Whether it takes a call and does not answer; one that is not there is not silent."""
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=timeout_s)
+    except aio.AioRpcError as error:
+        return error.code() is StatusCode.DEADLINE_EXCEEDED
+    return False

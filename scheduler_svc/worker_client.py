@@ -8,11 +8,12 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 from grpc import StatusCode, aio
 
+from scheduler_svc.link_counts import LinkCounts
 from shared.errors import ProtocolError, StartupError
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.rpc import make_channel
@@ -24,6 +25,16 @@ REDIAL_S = 0.2
 SMOOTHING = 0.1
 
 _log = structlog.get_logger(__name__)
+
+
+class _Sent(NamedTuple):
+    """A plan without a result."""
+
+    step_id: int
+    at: float
+    has_rows: bool
+    alone: bool
+    """No other was out when it was sent."""
 
 
 class WorkerListener(Protocol):
@@ -57,12 +68,15 @@ class WorkerLink:
         self.group = group
         self.endpoint = endpoint
         self.is_connected = False
-        self.outstanding: deque[tuple[int, float, bool]] = deque()
-        """Plans without a result: step id, when sent, whether none was out before it."""
+        self.outstanding: deque[_Sent] = deque()
+        """Plans without a result."""
+        self.counts = LinkCounts()
         self._listener = listener
         self._instance = instance
         self._step_timeout = step_timeout
         self._plans: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
+        self._closed = False
+        """The open stream is ended on purpose."""
         self._last_sent = 0.0
         self._reported = ""
         """Why there is no worker, as last logged."""
@@ -83,12 +97,16 @@ class WorkerLink:
     def send(self, plan: StepPlan) -> None:
         """Queues a plan on the open stream."""
         now = time.monotonic()
-        self.outstanding.append((plan.step_id, now, not self.outstanding))
+        rows = len(plan.rows)
+        self.outstanding.append(_Sent(plan.step_id, now, rows > 0, not self.outstanding))
         self._last_sent = now
-        self._plans.put_nowait(plan_to_pb(plan, self._instance))
+        message = plan_to_pb(plan, self._instance)
+        self._plans.put_nowait(message)
+        self.counts.sent(message.ByteSize(), rows)
 
     def close(self) -> None:
         """Ends the open stream: the worker is shutting down and nothing runs there any more."""
+        self._closed = True
         self._plans.put_nowait(None)
 
     async def run(self) -> None:
@@ -112,12 +130,16 @@ class WorkerLink:
         description = await self._describe(stub)
         self._listener.described(self.group, description)
         self._plans = asyncio.Queue()
+        self._closed = False
         self.outstanding.clear()
         self.send(self._listener.opened(self.group, description))
         call = stub.Execute(self._outgoing())
         beat = asyncio.create_task(self._beat())
         try:
             await self._receive(call)
+        except Exception:
+            self.counts.losses += self.is_connected and not self._closed
+            raise
         finally:
             beat.cancel()
             call.cancel()
@@ -166,12 +188,13 @@ class WorkerLink:
 
     def _measure(self, message: worker_pb2.StepResult) -> None:
         """Keeps `depth`'s inputs: a plan sent with none out comes back after one step and one round trip."""
-        if not self.outstanding or self.outstanding[0][0] != message.step_id:
+        if not self.outstanding or self.outstanding[0].step_id != message.step_id:
             return  # the core refuses what is out of order
-        _, sent, alone = self.outstanding.popleft()
+        plan, now = self.outstanding.popleft(), time.monotonic()
         step_s = message.step_time_us / 1e6
-        if alone and message.step_id > 1:  # the first one also waits for the stream and the epoch to open
-            round_trip_s = max(0.0, time.monotonic() - sent - step_s)
+        self.counts.came(now, plan.at, step_s, message.ByteSize(), rows=plan.has_rows)
+        if plan.alone and message.step_id > 1:  # the first one also waits for the stream and the epoch to open
+            round_trip_s = max(0.0, now - plan.at - step_s)
             self._round_trip_s += (SMOOTHING if self._round_trip_s else 1.0) * (round_trip_s - self._round_trip_s)
         if message.token_ids:
             self._step_s += (SMOOTHING if self._step_s else 1.0) * (step_s - self._step_s)

@@ -42,6 +42,7 @@ class SamplingDefaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,4 +184,6 @@ def _is_sampling_value(key: str, value: Any) -> bool:
         return isinstance(value, int) and 0 <= value < 1 << 31
     if not isinstance(value, int | float):
         return False
+    if key == "repetition_penalty":
+        return 0.01 <= value <= 100
     return 0 <= value <= 100 if key == "temperature" else 0 <= value <= 1 and (key, value) != ("top_p", 0)

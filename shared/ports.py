@@ -11,15 +11,17 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def require_free(host: str, port: int) -> None:
-    """Raises StartupError if something listens there: with SO_REUSEPORT a second server would silently share it."""
+def require_free(host: str, port: int, flag: str = "--port") -> None:
+    """Raises StartupError, naming the flag, if something listens there: with SO_REUSEPORT a second server would
+    silently share it."""
     with _socket(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT are no server
         try:
             probe.bind((host, port))
             probe.listen(1)
         except OSError as error:
-            flag = "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                flag = "--host"
             where = address(host, port)
             raise StartupError(f"can't listen on {where} ({error.strerror}): choose another {flag}") from None
 

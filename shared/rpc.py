@@ -57,6 +57,9 @@ STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
 }
 RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata that tells a client when to try again."""
+REQUEST_ID = "tandem-request-id-bin"
+"""Initial metadata of Generate, sent when the request is accepted, which may be long before its first token. A client
+that loses its server afterwards may go on elsewhere; one that never got it learns at once that nobody serves."""
 
 _KINDS = {code.value[0]: kind for kind, code in STATUS_CODES.items()}
 
@@ -143,9 +146,11 @@ def make_server(
     return aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
 
 
-def make_channel(target: str) -> aio.Channel:
-    """A client channel with Tandem's options. Plain text: TLS is a matter of the caller's credentials."""
-    return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def make_channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> aio.Channel:
+    """A client channel with Tandem's options; plain text without credentials."""
+    if credentials is None:
+        return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
 
 
 async def until_serving(endpoint: str, service: str) -> None:

@@ -10,6 +10,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.logit_rules import NO_RULES, LogitRules
+
 IntArray: TypeAlias = NDArray[np.int32]
 
 DEPTH_LIMIT = 4
@@ -44,6 +46,12 @@ class RowSampling:
     """Output tokens before `suppressed_ids` may be sampled."""
     suppressed_ids: tuple[int, ...] = ()
     """Ids that would end the sequence."""
+    rules: LogitRules = NO_RULES
+    """What changes the logits before temperature and filters."""
+    logprobs: int | None = None
+    """Most likely tokens to return with each sampled one, with their logprobs; None: no logprobs at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,10 @@ class Admission:
     block_ids: IntArray
     """[num_cached_blocks]"""
     sampling: RowSampling
+    cached_ids: IntArray = field(default_factory=lambda: NO_INTS)
+    """[cached_length] where the rules look back at tokens, else empty: rows tell all other tokens."""
+    prompt_logprobs_from: int = 0
+    """First position of the prompt whose logprobs are to be returned, if any are: at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,10 @@ class StepResult:
     draining: bool = False
     """The worker is shutting down: schedule nothing new there."""
     step_time_us: int = 0
+    logprobs: bytes = b""
+    """An entry (shared.logprobs) for each of `token_ids` whose sequence asked for logprobs."""
+    prompt_logprobs: bytes = b""
+    """Entries of the rows' prompt tokens from `prompt_logprobs_from` on, in row order."""
 
 
 class FinishReason(Enum):

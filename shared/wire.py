@@ -1,8 +1,11 @@
 """Converts the plan log between values and protobuf: the only place that knows both."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from shared.pb import worker_pb2
+from shared.logit_rules import NO_RULES, LogitRules
+from shared.pb import core_pb2, worker_pb2
 from shared.types import (
     Admission,
     IntArray,
@@ -14,6 +17,7 @@ from shared.types import (
 )
 
 LITTLE_INT32 = np.dtype("<i4")
+_LITTLE_FLOAT32 = np.dtype("<f4")
 
 
 def pack(values: IntArray) -> bytes:
@@ -61,7 +65,7 @@ def plan_from_pb(message: worker_pb2.StepPlan) -> StepPlan:
 
 def _admission_to_pb(admission: Admission) -> worker_pb2.Admission:
     sampling = admission.sampling
-    return worker_pb2.Admission(
+    message = worker_pb2.Admission(
         slot=admission.slot,
         prompt_length=admission.prompt_length,
         cached_length=admission.cached_length,
@@ -74,9 +78,16 @@ def _admission_to_pb(admission: Admission) -> worker_pb2.Admission:
             min_p=sampling.min_p,
             seed=sampling.seed,
             min_tokens=sampling.min_tokens,
-            suppressed_ids=pack(np.array(sampling.suppressed_ids, dtype=np.int32)),
+            suppressed_ids=_pack_list(sampling.suppressed_ids),
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
         ),
+        cached_ids=pack(admission.cached_ids),
+        prompt_logprobs_from=admission.prompt_logprobs_from,
     )
+    if sampling.rules != NO_RULES:
+        message.sampling.rules.CopyFrom(rules_to_pb(sampling.rules))
+    return message
 
 
 def _admission_from_pb(message: worker_pb2.Admission) -> Admission:
@@ -95,8 +106,59 @@ def _admission_from_pb(message: worker_pb2.Admission) -> Admission:
             seed=sampling.seed,
             min_tokens=sampling.min_tokens,
             suppressed_ids=tuple(unpack(sampling.suppressed_ids).tolist()),
+            rules=rules_from_pb(sampling),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         ),
+        cached_ids=unpack(message.cached_ids),
+        prompt_logprobs_from=message.prompt_logprobs_from,
     )
+
+
+def rules_to_pb(rules: LogitRules) -> worker_pb2.LogitRules:
+    """For `rules` of either protocol."""
+    tokens, values = [token for token, _ in rules.bias], [value for _, value in rules.bias]
+    return worker_pb2.LogitRules(
+        allowed=rules.allowed,
+        bad_words=_pack_list([number for word in rules.bad_words for number in (len(word), *word)]),
+        bias_ids=_pack_list(tokens),
+        bias_values=np.array(values, dtype=_LITTLE_FLOAT32).tobytes(),
+        repetition_penalty=rules.repetition_penalty,
+        frequency_penalty=rules.frequency_penalty,
+        presence_penalty=rules.presence_penalty,
+    )
+
+
+def rules_from_pb(sampling: worker_pb2.RowSampling | core_pb2.SequenceSampling) -> LogitRules:
+    """Its `rules`. Raises ValueError where their lists are none."""
+    if not sampling.HasField("rules"):
+        return NO_RULES
+    rules = sampling.rules
+    values = np.frombuffer(rules.bias_values, dtype=_LITTLE_FLOAT32).tolist()
+    return LogitRules(
+        allowed=rules.allowed,
+        bad_words=_words(unpack(rules.bad_words).tolist()),
+        bias=tuple(zip(unpack(rules.bias_ids).tolist(), values, strict=True)),
+        repetition_penalty=rules.repetition_penalty,
+        frequency_penalty=rules.frequency_penalty,
+        presence_penalty=rules.presence_penalty,
+    )
+
+
+def _words(numbers: list[int]) -> tuple[tuple[int, ...], ...]:
+    words: list[tuple[int, ...]] = []
+    at = 0
+    while at < len(numbers):
+        end = at + 1 + numbers[at]
+        if not at < end <= len(numbers):
+            raise ValueError(f"bad_words: a length of {numbers[at]} with {len(numbers) - at - 1} numbers left")
+        words.append(tuple(numbers[at + 1 : end]))
+        at = end
+    return tuple(words)
+
+
+def _pack_list(values: Iterable[int]) -> bytes:
+    return pack(np.array([*values], dtype=np.int32))
 
 
 def result_to_pb(result: StepResult, instance: int) -> worker_pb2.StepResult:
@@ -109,6 +171,8 @@ def result_to_pb(result: StepResult, instance: int) -> worker_pb2.StepResult:
         failed_rows=pack(result.failed_rows),
         draining=result.draining,
         step_time_us=result.step_time_us,
+        logprobs=result.logprobs,
+        prompt_logprobs=result.prompt_logprobs,
     )
 
 
@@ -121,6 +185,8 @@ def result_from_pb(message: worker_pb2.StepResult) -> StepResult:
         failed_rows=unpack(message.failed_rows),
         draining=message.draining,
         step_time_us=message.step_time_us,
+        logprobs=message.logprobs,
+        prompt_logprobs=message.prompt_logprobs,
     )
 
 

@@ -10,8 +10,23 @@ from shared.errors import (
     TandemError,
     Unavailable,
 )
-from tandem.client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
-from tandem.values import ChatMessage, Completion, Delta, Finish, Load, ModelInfo, Sample, Usage, WorkerLoad
+from tandem.async_client import AsyncClient
+from tandem.client import Client
+from tandem.streams import AsyncGenerationStream, GenerationStream
+from tandem.token_values import EchoedPrompt, TokenLogprob
+from tandem.values import (
+    ChatMessage,
+    Completion,
+    Delta,
+    Finish,
+    Load,
+    ModelInfo,
+    RequestStats,
+    Sample,
+    Stats,
+    Usage,
+    WorkerLoad,
+)
 
 __all__ = [
     "Aborted",
@@ -23,6 +38,7 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "DuplicateRequest",
+    "EchoedPrompt",
     "Finish",
     "GenerationStream",
     "InvalidRequest",
@@ -30,8 +46,11 @@ __all__ = [
     "ModelInfo",
     "QueueFull",
     "RequestFailed",
+    "RequestStats",
     "Sample",
+    "Stats",
     "TandemError",
+    "TokenLogprob",
     "Unavailable",
     "Usage",
     "WorkerLoad",

@@ -20,23 +20,35 @@ from shared.telemetry import configure_logging
 from tandem import serve as serving
 from tandem import talk
 from tandem.client import DEFAULT_ENDPOINT
-from tandem.models import built_in_name, model_folder
-from tandem.options import parameters, settings_from, with_parameters
+from tandem.help import RUN, USE, Command, Commands, examples
+from tandem.models import BUILT_IN, built_in_name, model_folder
+from tandem.options import given_options, parameters, request_parameters, settings_from, with_parameters
+from tandem.requests import GenerateOptions
+from tandem.tools import Endpoint, register
 from worker_svc import main as worker_main
 from worker_svc.config import WorkerConfig
 
 app = typer.Typer(
+    cls=Commands,
     help="Serves Qwen3 language models: a CPU-only scheduler and workers that talk gRPC.",
+    epilog=examples(
+        "tandem serve --model tiny",
+        'tandem generate "It is a truth universally acknowledged"',
+        "tandem COMMAND --help",
+        "tandem --install-completion   # for the shell that you are in",
+    ),
     no_args_is_help=True,
-    rich_markup_mode=None,  # its tables cut the names of options short
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Option(help="Model folder, or 'tiny' or 'tiny-moe': small trained models in the package.")]
-Endpoint = Annotated[str, typer.Option(help="host:port of a running scheduler.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; unset: up to the context limit.")]
-Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token; unset: the model's default.")]
-Seed = Annotated[int | None, typer.Option(help="Repeats an earlier output.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Model folder, or 'tiny' or 'tiny-moe': small trained models in the package.",
+        autocompletion=lambda: list(BUILT_IN),  # and what the shell itself completes: folders
+    ),
+]
 
 
 def _serve(model: Model = "tiny", **options: Any) -> None:
@@ -88,63 +100,94 @@ def _worker(**options: Any) -> None:
     raise typer.Exit(worker_main.run(config))
 
 
-SERVE_SETS = ("model", "workers", "host", "port", "drain_timeout")
-app.command("serve")(
+SERVE_SETS = ("model", "workers", "host", "port", "metrics_port", "drain_timeout")
+app.command(
+    "serve",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem serve --model tiny", "tandem serve --model /models/Qwen3-8B --tensor-parallel 2"),
+)(
     with_parameters(
         _serve,
         [
             *parameters(serving.ServeConfig),
-            *parameters(SchedulerConfig, without=SERVE_SETS, optional=True),
-            *parameters(WorkerConfig, without=SERVE_SETS, optional=True),
+            *parameters(SchedulerConfig, without=SERVE_SETS, optional=True, heading="The scheduler"),
+            *parameters(WorkerConfig, without=SERVE_SETS, optional=True, heading="Each worker"),
         ],
     )
 )
-app.command("scheduler")(with_parameters(_scheduler, parameters(SchedulerConfig)))
-app.command("worker")(with_parameters(_worker, parameters(WorkerConfig)))
+app.command(
+    "scheduler",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem scheduler --model tiny --workers 10.0.0.2:50052,10.0.0.3:50052 --host 0.0.0.0"),
+)(with_parameters(_scheduler, parameters(SchedulerConfig)))
+app.command(
+    "worker",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem worker --model tiny --host 0.0.0.0 --port 50052"),
+)(with_parameters(_worker, parameters(WorkerConfig)))
 
 
-@app.command()
-def generate(
+SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids"),
+    *("seed", "stop", "include_stop_str_in_output", "skip_special_tokens", "ignore_eos"),
+)
+"""What both commands take of GenerateOptions."""
+
+
+def _generate(
     text: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     endpoint: Endpoint = DEFAULT_ENDPOINT,
-    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece.")] = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    json: Annotated[bool, typer.Option("--json", help="Prints one JSON object per piece, logprobs too.")] = False,
     json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema for the output.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that matches the whole output.")] = None,
     grammar: Annotated[Path | None, typer.Option(help="File with a grammar for the output, Lark or EBNF.")] = None,
     choice: Annotated[
         list[str] | None, typer.Option(help="One of the possible outputs; give it several times.")
     ] = None,
+    **options: Any,
 ) -> None:
     """Streams the continuation of a prompt."""
     prompt = sys.stdin.read() if text == "-" else text
-    constraint = {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    talk.generate(endpoint, prompt, as_json=json, **sampling, **constraint)
+    options |= {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
+    talk.generate(endpoint, prompt, as_json=json, **given_options(options))
 
 
 def _text(file: Path | None) -> str | None:
     return file.read_text(encoding="utf-8") if file else None
 
 
-@app.command()
-def chat(
+def _chat(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     system: Annotated[str | None, typer.Option(help="A system message before the first turn.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
+    **options: Any,
 ) -> None:
     """Talks with the model, turn by turn. Ends with Ctrl-D."""
-    talk.chat(endpoint, system=system, max_tokens=max_tokens, temperature=temperature)
+    talk.chat(endpoint, system=system, **given_options(options))
+
+
+app.command(
+    "generate",
+    cls=Command,
+    rich_help_panel=USE,
+    epilog=examples('tandem generate "It is" --max-tokens 32 --seed 1', "tandem generate - --json < prompt.txt"),
+)(with_parameters(_generate, request_parameters(GenerateOptions, (*SAMPLING, "echo", "logprobs", "prompt_logprobs"))))
+app.command("chat", cls=Command, rich_help_panel=USE, epilog=examples('tandem chat --system "You are brief."'))(
+    with_parameters(_chat, request_parameters(GenerateOptions, SAMPLING))
+)
+
+
+register(app)
 
 
 def main() -> int:
     """Runs the command and exits; the status of an error, which is one line on standard error."""
     die_with_parent()
     try:
-        app()
+        app(prog_name="tandem")
     except StartupError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return STARTUP_FAILED

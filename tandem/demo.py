@@ -14,7 +14,7 @@ from rich.console import Console
 from shared.ports import find_free
 from shared.process import STARTUP_FAILED, stop_signals
 from shared.telemetry import configure_logging
-from tandem.client import AsyncClient
+from tandem.async_client import AsyncClient
 from tandem.serve import ServeConfig, Service
 from tandem.talk import show
 

@@ -6,7 +6,7 @@ So a flag is defined once, where it is used.
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
@@ -15,8 +15,10 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 
-def parameters(settings: type[Any], *, without: Iterable[str] = (), optional: bool = False) -> list[inspect.Parameter]:
-    """One keyword parameter per field that is not in `without`.
+def parameters(
+    settings: type[Any], *, without: Iterable[str] = (), optional: bool = False, heading: str | None = None
+) -> list[inspect.Parameter]:
+    """One keyword parameter per field that is not in `without`, in the help under `heading`.
 
     With `optional` every default is None, which means: not given; the help still tells the field's default.
     """
@@ -30,13 +32,43 @@ def parameters(settings: type[Any], *, without: Iterable[str] = (), optional: bo
         if optional:
             text += "" if default in (None, MISSING) else f" (default: {default})"
             kind, default = kind | None, None
-        option = typer.Option(help=text, show_default=default is not None)
+        option = typer.Option(help=text, show_default=default is not None, rich_help_panel=heading)
         annotation = Annotated[kind, option]  # type: ignore[valid-type]
         given = inspect.Parameter.empty if default is MISSING else default
         result.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=given)
         )
     return result
+
+
+def request_parameters(options: type[Any], names: Iterable[str]) -> list[inspect.Parameter]:
+    """One keyword parameter for each of the named keys of a TypedDict; None where it is not given."""
+    hints, helps = get_type_hints(options), _field_docstrings(options)
+    result = []
+    for name in names:
+        kind, text = _request_type(hints[name]), helps[name]
+        if kind not in (int, float, bool):
+            text += " As ID=VALUE;" if name == "logit_bias" else ""
+            text += " repeat the option for several."
+        annotation = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
+        result.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=None))
+    return result
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given, as the client library takes them. Raises BadParameter."""
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
+    return given
+
+
+def _bias(text: str) -> tuple[int, float]:
+    try:
+        token, value = text.split("=")
+        return int(token), float(value)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not ID=VALUE", param_hint="--logit-bias") from None
 
 
 def with_parameters(function: Callable[..., None], options: Iterable[inspect.Parameter]) -> Callable[..., None]:
@@ -55,6 +87,12 @@ def settings_from(kind: type[Any], values: dict[str, Any]) -> Any:
         if hints[name] == tuple[str, ...]:
             values[name] = tuple(part.strip() for item in value for part in item.split(",") if part.strip())
     return kind(**values)
+
+
+def _request_type(hint: Any) -> Any:
+    if hint == Sequence[int]:
+        return list[int]
+    return hint if hint in (int, float, bool) else list[str]
 
 
 def _option_type(hint: Any) -> Any:

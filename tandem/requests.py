@@ -1,6 +1,7 @@
 """Turns what a caller of the client library writes into requests. Checks nothing that the server checks."""
 
 import json
+import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
@@ -44,10 +45,32 @@ class GenerateOptions(ChatOptions, ConstraintOptions, total=False):
     """1 keeps all."""
     min_p: float
     """0 keeps all."""
+    presence_penalty: float
+    """Taken once from the logit of each token in the output, -2 to 2."""
+    frequency_penalty: float
+    """Taken from the logit of a token for each time that it is in the output, -2 to 2."""
+    repetition_penalty: float
+    """Above 1 discourages tokens that are in prompt or output, below 1 encourages them."""
+    logit_bias: Mapping[int, float]
+    """Token ids and what is added to their logits, -100 to 100."""
+    bad_words: Sequence[str]
+    """Texts that the output may not contain."""
+    allowed_token_ids: Sequence[int]
+    """The only tokens that may be sampled."""
     seed: int
-    """The same seed and prompt give the same output."""
+    """The same seed and prompt give the same output. Default: a random one."""
     stop: str | Sequence[str]
     """Ends a sample where this, or one of these, appears; it is not shown."""
+    include_stop_str_in_output: bool
+    """Shows what ended a sample: the stop string, or the text of the stop token."""
+    skip_special_tokens: bool
+    """Leaves special tokens out of the text. Default True."""
+    echo: bool
+    """Returns the prompt, too."""
+    logprobs: int
+    """With each token its logprob and those of so many most likely tokens, 0 to 20."""
+    prompt_logprobs: int
+    """The same for the tokens of the prompt."""
     stop_token_ids: Sequence[int]
     """Ends a sample with one of these."""
     ignore_eos: bool
@@ -68,7 +91,11 @@ class GenerateOptions(ChatOptions, ConstraintOptions, total=False):
     """Seconds for the whole request; then DeadlineExceeded. Default: none."""
 
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids"),
+)
+_OUTPUT = ("include_stop_str_in_output", "skip_special_tokens", "echo", "logprobs", "prompt_logprobs")
 _STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
 _DIRECT = ("request_id", "n", "sample_index", "cache_salt", "priority")
 
@@ -79,11 +106,17 @@ def generate_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.G
     if unknown:
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     given: dict[str, Any] = {**options, "request_id": options.get("request_id") or uuid.uuid4().hex}
+    if given.get("seed") is None:
+        given["seed"] = secrets.randbits(64)  # else a stream that is cut could not be continued elsewhere
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]  # a string is a sequence of strings: one letter each
+    if "allowed_token_ids" in given:
+        with naming("allowed_token_ids"):
+            given["allowed_token_ids"] = pb.TokenIds(ids=given["allowed_token_ids"])
     request = _filled(pb.GenerateRequest, given, _DIRECT)
     request.sampling.CopyFrom(_filled(pb.SamplingParams, given, _SAMPLING))
     request.stopping.CopyFrom(_filled(pb.StoppingParams, given, _STOPPING))
+    request.output.CopyFrom(_filled(pb.OutputParams, given, _OUTPUT))
     if (constraint := constraint_from(options)) is not None:
         request.constraint.CopyFrom(constraint)
     if "output_token_ids" in given:

@@ -26,6 +26,9 @@ class ServeConfig:
     """Address of the public port. Workers listen on 127.0.0.1: only the scheduler may reach them."""
     port: int = 50051
     """Port that clients reach."""
+    metrics_port: int | None = None
+    """Port of the scheduler's Prometheus metrics over HTTP; those of the workers have the ports after it, in order.
+    None: there are none."""
     drain_timeout: float = 10.0
     """Seconds that running streams have to finish after Ctrl-C or SIGTERM."""
 
@@ -33,6 +36,7 @@ class ServeConfig:
         """Raises StartupError for a value out of range."""
         check_bounds(self, ("workers",), 1)
         check_bounds(self, ("port",), 1, 65535)
+        check_bounds(self, ("metrics_port",), 1, 65535 - self.workers)
         check_bounds(self, ("drain_timeout",), 0)
 
 
@@ -54,11 +58,15 @@ class Service:
         ports = [find_free(LOOPBACK) for _ in range(config.workers)]
         self._workers = [address(LOOPBACK, port) for port in ports]
         for number, port in enumerate(ports):
-            own = _common(model, LOOPBACK, port, WORKER_GRACE_S - 1.0)
+            own = _common(model, LOOPBACK, port, WORKER_GRACE_S - 1.0) + self._metrics(1 + number)
             self.family.start(f"worker-{number}", "tandem", ["worker", *own, *worker_arguments], quiet=True)
-        own = _common(model, config.host, config.port, config.drain_timeout)
+        own = _common(model, config.host, config.port, config.drain_timeout) + self._metrics(0)
         arguments = ["scheduler", *own, "--workers", ",".join(self._workers), *scheduler_arguments]
         self.family.start("scheduler", "tandem", arguments, quiet=True)
+
+    def _metrics(self, number: int) -> list[str]:
+        port = self.config.metrics_port
+        return [] if port is None else ["--metrics-port", str(port + number)]
 
     async def ready(self) -> None:
         """Waits until requests are served."""

@@ -14,12 +14,15 @@ from shared.errors import Unavailable
 from tandem.client import Client
 from tandem.values import Delta
 
+RESUME_TIMEOUT_S = 10.0
+"""Shorter than the library's: somebody is watching."""
+
 _notes = Console(stderr=True, highlight=False, style="dim")
 
 
 def generate(endpoint: str, prompt: str, *, as_json: bool, **parameters: Any) -> None:
     """Streams the continuation of `prompt`: text with a summary on standard error, or one JSON object per piece."""
-    with _connected(endpoint) as client:
+    with connected(endpoint) as client:
         started = time.monotonic()
         for delta in client.generate(prompt, **parameters):
             if as_json:
@@ -31,7 +34,7 @@ def generate(endpoint: str, prompt: str, *, as_json: bool, **parameters: Any) ->
 def chat(endpoint: str, *, system: str | None, **parameters: Any) -> None:
     """Turn by turn until the end of standard input."""
     messages = [{"role": "system", "content": system}] if system else []
-    with _connected(endpoint) as client:
+    with connected(endpoint) as client:
         while (said := _ask()) is not None:
             messages.append({"role": "user", "content": said})
             answer, started = "", time.monotonic()
@@ -42,8 +45,9 @@ def chat(endpoint: str, *, system: str | None, **parameters: Any) -> None:
 
 
 @contextlib.contextmanager
-def _connected(endpoint: str) -> Iterator[Client]:
-    with Client(endpoint) as client:
+def connected(endpoint: str) -> Iterator[Client]:
+    """A client of a running scheduler, or of several with commas. Who finds none is told how to start one."""
+    with Client(endpoint.split(","), resume_timeout=RESUME_TIMEOUT_S) as client:
         try:
             yield client
         except Unavailable as error:
@@ -59,6 +63,8 @@ def _ask() -> str | None:
 
 def show(delta: Delta, started: float) -> None:
     """Prints a piece of text as it comes, and after the last one how it ended and how fast it was."""
+    if delta.echo:
+        print(delta.echo.text, end="")
     print(delta.text, end="", flush=True)
     if delta.finish and delta.usage:
         seconds, tokens = time.monotonic() - started, delta.usage.completion_tokens

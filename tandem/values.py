@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 from shared.pb import generation_pb2 as pb
+from tandem.token_values import EchoedPrompt, TokenLogprob, echo_from_pb, logprobs_from_pb
 
 T = TypeVar("T")
 
@@ -53,6 +55,12 @@ class Delta:
     """Set in the last delta of each sample."""
     usage: Usage | None = None
     """Set in the last delta of each sample."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids`, if they were asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's next tokens, if they were asked for: in deltas of the first sample."""
+    echo: EchoedPrompt | None = None
+    """In the first delta of the stream, if it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,10 @@ class Sample:
     token_ids: tuple[int, ...]
     finish: Finish
     usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids`, if they were asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token of the prompt, if they were asked for: of the first sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,8 @@ class Completion:
     seed: int
     """Repeats the output when given again."""
     samples: tuple[Sample, ...]
+    prompt: EchoedPrompt | None = None
+    """If `echo` asked for it."""
 
     @property
     def text(self) -> str:
@@ -118,6 +132,42 @@ class Load:
     workers: tuple[WorkerLoad, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One request that has ended."""
+
+    request_id: str
+    outcome: str
+    """stop or length as of its last sample, else cancelled, invalid_request and the like."""
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    """Over all samples."""
+    first_token_ms: float
+    total_ms: float
+    age_s: float
+    """Seconds since its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a service has done since its core process started."""
+
+    load: Load
+    uptime_s: float
+    prompt_tokens: int
+    """Of admitted prompts, without those that were cached."""
+    generation_tokens: int
+    preemptions: int
+    """Sequences put back to the queue for lack of K/V blocks."""
+    replays: int
+    """Sequences put back to the queue because their worker was lost."""
+    requests: int
+    """Requests that ended, however they did."""
+    latest: tuple[RequestStats, ...]
+    """Newest first."""
+
+
 def delta_from_pb(response: pb.GenerateResponse) -> Delta:
     """One message of the stream."""
     return Delta(
@@ -126,6 +176,9 @@ def delta_from_pb(response: pb.GenerateResponse) -> Delta:
         token_ids=tuple(response.token_ids),
         finish=_finish(response.finish) if response.HasField("finish") else None,
         usage=_copy(Usage, response.usage) if response.HasField("usage") else None,
+        logprobs=logprobs_from_pb(response.logprobs),
+        prompt_logprobs=logprobs_from_pb(response.prompt_logprobs),
+        echo=echo_from_pb(response.echo) if response.HasField("echo") else None,
     )
 
 
@@ -138,16 +191,22 @@ def _finish(finish: pb.Finish) -> Finish:
 def completion_from(request_id: str, seed: int, deltas: Iterable[Delta]) -> Completion:
     """Joins the deltas of a whole stream."""
     pieces: dict[int, list[Delta]] = {}
+    echo = None
     for delta in deltas:
+        echo = echo or delta.echo
         pieces.setdefault(delta.index, []).append(delta)
-    return Completion(request_id, seed, tuple(_joined(pieces[index]) for index in sorted(pieces)))
+    return Completion(request_id, seed, tuple(_joined(pieces[index]) for index in sorted(pieces)), echo)
 
 
 def _joined(deltas: list[Delta]) -> Sample:
     finish, usage = deltas[-1].finish, deltas[-1].usage
     assert finish is not None and usage is not None, "a stream that ended well has finished every sample"
-    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-    return Sample(deltas[0].index, "".join(delta.text for delta in deltas), token_ids, finish, usage)
+    token_ids, logprobs, prompt_logprobs = (
+        tuple(chain.from_iterable(getattr(delta, name) for delta in deltas))
+        for name in ("token_ids", "logprobs", "prompt_logprobs")
+    )
+    text = "".join(delta.text for delta in deltas)
+    return Sample(deltas[0].index, text, token_ids, finish, usage, logprobs, prompt_logprobs)
 
 
 def model_info_from_pb(response: pb.GetModelInfoResponse) -> ModelInfo:
@@ -158,6 +217,12 @@ def model_info_from_pb(response: pb.GetModelInfoResponse) -> ModelInfo:
 def load_from_pb(response: pb.GetLoadResponse) -> Load:
     """The answer to GetLoad."""
     return _copy(Load, response, workers=tuple(_copy(WorkerLoad, worker) for worker in response.workers))
+
+
+def stats_from_pb(response: pb.GetStatsResponse) -> Stats:
+    """The answer to GetStats."""
+    latest = tuple(_copy(RequestStats, request) for request in response.latest)
+    return _copy(Stats, response, load=load_from_pb(response.load), latest=latest)
 
 
 def _copy(kind: type[T], message: Any, **converted: Any) -> T:

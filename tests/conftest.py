@@ -1,8 +1,16 @@
 """Where there is no GPU, kernels run in Triton's interpreter. It must be chosen before anything imports triton, and
-transformers does too, so it is chosen here; where torch is not installed there is nothing to choose."""
+transformers does too, so it is chosen here; where torch is not installed there is nothing to choose.
+
+No test has a time limit of its own: machines are shared.
+"""
 
 import os
 from importlib.util import find_spec
+
+from hypothesis import settings
+
+settings.register_profile("tandem", deadline=None)
+settings.load_profile("tandem")
 
 if find_spec("torch"):
     import torch

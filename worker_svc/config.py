@@ -32,6 +32,8 @@ class WorkerConfig:
     """Address to listen on."""
     port: int = 50052
     """Port to listen on; 0 takes a free one, which the ready line names."""
+    metrics_port: int | None = None
+    """Port of Prometheus metrics over HTTP, on the same host; None: there are none."""
     tensor_parallel: int = 1
     """Ranks that share the model, one process each."""
     expert_parallel: bool = False
@@ -78,6 +80,7 @@ class WorkerConfig:
             least = f"at least --max-num-seqs, {self.max_num_seqs}, is needed"
             raise StartupError(f"--max-num-batched-tokens {self.max_num_batched_tokens}: {least}")
         check_bounds(self, ("port",), 0, 65535)
+        check_bounds(self, ("metrics_port",), 1, 65535)
         check_bounds(self, ("drain_timeout", "load_seed"), 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it is above 0, at most 1")

@@ -9,13 +9,15 @@ import tempfile
 from pathlib import Path
 
 from shared.errors import StartupError, TandemError
+from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
 from shared.ports import require_free
 from shared.process import STARTUP_FAILED, exited, kill, spawn, stop_signals
 from shared.settings import to_json
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import check_model
-from worker_svc.progress import Cells, all_warm, create_cells, find_stalled
+from worker_svc.progress import Cells, Watch, all_warm, create_cells
+from worker_svc.stats import create_stats
 
 _POLL_S = 0.1
 _EXIT_S = 5.0  # from the end of draining to the end of the processes
@@ -42,12 +44,17 @@ async def launch(config: WorkerConfig) -> None:
     """
     check_model(config, load_model_config(config.folder))
     require_free(config.host, config.port)
+    if config.metrics_port is not None:
+        require_free(config.host, config.metrics_port, "--metrics-port")
     with (
         stop_signals() as stopped,
         tempfile.TemporaryDirectory(prefix="tandem-worker-", ignore_cleanup_errors=True) as name,
     ):
         folder = Path(name)
         cells = create_cells(folder / "progress", config.tensor_parallel)
+        stats = create_stats(folder / "stats")
+        if config.metrics_port is not None:
+            serve_metrics(config.host, config.metrics_port, stats.metrics)
         ranks = [_spawn(config, rank, folder) for rank in range(config.tensor_parallel)]
         try:
             await _watch(ranks, cells, config.step_timeout, folder, stopped)
@@ -71,14 +78,14 @@ async def _watch(
     ranks: list[subprocess.Popen[bytes]], cells: Cells, step_timeout: float, folder: Path, stopped: asyncio.Event
 ) -> None:
     """Until told to stop. Raises what happened to the first rank that ends or hangs."""
+    watch = Watch(cells, step_timeout)
     while not stopped.is_set():
         if all_warm(cells):  # mapped and connected: nothing is left behind should this process be killed
             shutil.rmtree(folder, ignore_errors=True)
         for rank, process in enumerate(ranks):
             if process.poll() is not None:
                 raise _ended(rank, process.returncode, folder)
-        stalled = find_stalled(cells, step_timeout)
-        if stalled:
+        if stalled := watch.find_stalled():
             raise WorkerFailed(f"{stalled}: the worker ends")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopped.wait(), _POLL_S)

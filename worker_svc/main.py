@@ -20,6 +20,7 @@ from shared.telemetry import configure_logging
 from worker_svc.config import WorkerConfig
 from worker_svc.launcher import launch
 from worker_svc.progress import Progress, open_cells
+from worker_svc.stats import open_stats
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +43,7 @@ def run_rank(config: WorkerConfig, rank: int, folder: Path) -> int:
     progress = Progress(open_cells(folder / "progress", config.tensor_parallel), rank)
     try:
         if rank == 0:
-            _run_first(config, folder / "rendezvous", progress)
+            _run_first(config, folder, progress)
         else:
             _run_follower(config, rank, folder / "rendezvous", progress)
     except (StartupError, ModuleNotFoundError) as error:
@@ -55,12 +56,12 @@ def run_rank(config: WorkerConfig, rank: int, folder: Path) -> int:
     return 0
 
 
-def _run_first(config: WorkerConfig, rendezvous: Path, progress: Progress) -> None:
+def _run_first(config: WorkerConfig, folder: Path, progress: Progress) -> None:
     import uvloop
 
     from worker_svc.serve import serve
 
-    uvloop.run(serve(config, rendezvous, progress))
+    uvloop.run(serve(config, folder / "rendezvous", progress, open_stats(folder / "stats")))
 
 
 def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: Progress) -> None:

@@ -18,6 +18,7 @@ Cells: TypeAlias = NDArray[np.float64]
 """[ranks, 3]: time of the last beat, start of the running step or 0, and 1 once the rank is warm."""
 
 BEAT_S = 0.1
+_ASLEEP_S = 1.0  # between two looks of a launcher that turns
 _STARTUP_S = 60.0  # until a rank's first beat: imports take long on a busy machine
 
 
@@ -93,12 +94,25 @@ def all_warm(cells: Cells) -> bool:
     return bool(cells[:, 2].all())
 
 
-def find_stalled(cells: Cells, timeout_s: float) -> str | None:
-    """What to tell a person about the first rank that does not turn or whose step takes too long."""
-    now = time.monotonic()
-    for rank, (beat, since, _) in enumerate(cells.tolist()):
-        if now - beat > timeout_s:
-            return f"rank {rank} has not turned for {now - beat:.1f} s"
-        if since and now - since > timeout_s:
-            return f"rank {rank} has made no progress in its step for {now - since:.1f} s"
-    return None
+class Watch:
+    """Looks for ranks that hang. Counts only the time in which it looks itself: where the whole host is stopped for a
+    while, no rank is to blame."""
+
+    def __init__(self, cells: Cells, timeout_s: float) -> None:
+        self._cells = cells
+        self._timeout_s = timeout_s
+        self._looked = self._awake_since = time.monotonic()
+
+    def find_stalled(self) -> str | None:
+        """What to tell a person about the first rank that does not turn or whose step takes too long. To be called
+        several times a second."""
+        now = time.monotonic()
+        if now - self._looked > _ASLEEP_S:
+            self._awake_since = now
+        self._looked = now
+        for rank, (beat, step, _) in enumerate(self._cells.tolist()):
+            if (silent := now - max(beat, self._awake_since)) > self._timeout_s:
+                return f"rank {rank} has not turned for {silent:.1f} s"
+            if step and (running := now - max(step, self._awake_since)) > self._timeout_s:
+                return f"rank {rank} has made no progress in its step for {running:.1f} s"
+        return None

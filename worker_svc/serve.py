@@ -20,9 +20,11 @@ from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import dtype_name
 from worker_svc.progress import BEAT_S, Progress
 from worker_svc.runner.build import start_rank
+from worker_svc.runner.counts import count_runner
 from worker_svc.runner.group import GroupRunner
 from worker_svc.runner.runner import Runner
 from worker_svc.servicer import WorkerServicer
+from worker_svc.stats import StepStats
 from worker_svc.step_threads import Group, StepThreads
 
 _log = structlog.get_logger(__name__)
@@ -33,9 +35,11 @@ SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 class WorkerServer:
     """The endpoint of a worker group: listens at once, answers when warm, drains when told to stop."""
 
-    def __init__(self, config: WorkerConfig, progress: Progress) -> None:
+    def __init__(self, config: WorkerConfig, progress: Progress, stats: StepStats) -> None:
         self._config = config
         self._progress = progress
+        self._stats = stats
+        self._runner: Runner | None = None
         self._servicer = WorkerServicer(config.lease_timeout)
         self._health = health.aio.HealthServicer()
         self._threads: StepThreads | None = None
@@ -60,12 +64,13 @@ class WorkerServer:
         model = load_model_config(self._config.folder)
         group = await asyncio.to_thread(_load_group, self._config, model, rendezvous, self._progress)
         description = _describe(self._config, model, group.runner)
+        self._runner = group.runner
         await self.answer(group, description)
         return description
 
     async def answer(self, group: Group, description: WorkerDescription) -> None:
         """The group is warm: calls that wait go on."""
-        self._threads = StepThreads(group)
+        self._threads = StepThreads(group, self._stats)
         self._progress.warm()
         self._servicer.serve(self._threads, description)
         await self._update_health()
@@ -74,8 +79,18 @@ class WorkerServer:
         """Beats and keeps the health service true, for ever."""
         while True:
             self._progress.beat()
+            if self._runner is not None:
+                count_runner(self._runner, self._stats)
             await self._update_health()
             await asyncio.sleep(BEAT_S)
+
+    async def until_stopped(self, stopped: asyncio.Event) -> None:
+        """Waits for the event. Raises what broke the group, of which only a successor can take the place."""
+        assert self._threads is not None, "it answers"
+        waiting = asyncio.create_task(stopped.wait()), asyncio.wrap_future(self._threads.broken)
+        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in ended:
+            one.result()
 
     async def drain(self) -> None:
         """Opens no new stream; lets the one that is open go on until it ends, at most for the drain timeout."""
@@ -104,16 +119,16 @@ class WorkerServer:
             await self._health.set(service, serving if ready else not_serving)
 
 
-async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress) -> None:
-    """Serves until SIGTERM. Raises StartupError where it can't begin to."""
-    server = WorkerServer(config, progress)
+async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress, stats: StepStats) -> None:
+    """Serves until SIGTERM. Raises StartupError where it can't begin to, and what breaks the group."""
+    server = WorkerServer(config, progress, stats)
     port = await server.start()
     watch = asyncio.create_task(server.watch())
     try:
         description = await server.load(rendezvous)
         with stop_signals() as stopped:  # until here SIGTERM just ends the process: a load can't be interrupted
             print(ready_line(config, description, port), flush=True)
-            await stopped.wait()
+            await server.until_stopped(stopped)
             _log.info("draining")
             await server.drain()
     finally:

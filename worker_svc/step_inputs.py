@@ -80,6 +80,10 @@ class SamplingInputs:
     """[n, 2]: (row among the N, token id) that may not be sampled."""
     masks: tuple[tuple[int, Bools], ...]
     """(row among the N, allowed tokens [vocabulary size])."""
+    ruled: Bools
+    """[N]: rows whose sequences have logit rules."""
+    logprobs: LongArray
+    """[N]: most likely tokens to tell of, -1 where no logprobs were asked for."""
 
     def select(self, rows: LongArray) -> "SamplingInputs":
         """Some of the rows, ascending."""
@@ -87,7 +91,7 @@ class SamplingInputs:
         pairs = [(number[row], token) for row, token in self.suppressed.tolist() if row in number]
         columns = ("slots", "last_index", "positions", "temperature", "top_k", "top_p", "min_p", "seeds")
         return SamplingInputs(
-            **{name: getattr(self, name)[rows] for name in columns},
+            **{name: getattr(self, name)[rows] for name in (*columns, "ruled", "logprobs")},
             suppressed=np.array(pairs, dtype=np.int32).reshape(-1, 2),
             masks=tuple((number[row], allowed) for row, allowed in self.masks if row in number),
         )

@@ -7,6 +7,7 @@ plans come from, not how they came.
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol, TypeAlias
 
 import structlog
@@ -15,6 +16,7 @@ from shared.errors import RequestFailed, TandemError
 from shared.pb import worker_pb2
 from shared.types import StepResult
 from shared.wire import result_to_pb
+from worker_svc.stats import StepStats
 
 _log = structlog.get_logger(__name__)
 
@@ -23,7 +25,7 @@ class Group(Protocol):
     """All ranks of a group as one; called from one thread, but for what `step` gives."""
 
     def open_epoch(self) -> None:
-        """Drops all batch state once the running step has ended."""
+        """Drops all batch state once the running step has ended. A group that can't will never be able to."""
 
     def step(self, message: worker_pb2.StepPlan) -> Callable[[], StepResult]:
         """Begins a step; what it gives waits for the result. Raises InvalidRequest for a plan that does not follow."""
@@ -54,8 +56,11 @@ _Begun: TypeAlias = tuple[Source, worker_pb2.StepPlan, Callable[[], StepResult]]
 class StepThreads:
     """Runs until closed."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, stats: StepStats) -> None:
+        self.broken: Future[None] = Future()
+        """Never done, but for the error with which the group opens no epoch any more."""
         self._group = group
+        self._stats = stats
         self._plans: queue.SimpleQueue[_Plan | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._begin_steps, self._finish_steps)]
@@ -84,19 +89,30 @@ class StepThreads:
         """Whoever waits for the step is told of an error in its turn: after the results of the steps before it."""
         try:
             if not source.opened:
-                self._group.open_epoch()
-                source.opened = True
-                _log.info("epoch opened", instance=f"{plan.instance:016x}", epoch=plan.epoch)
+                self._open(source, plan)
             return self._group.step(plan)
         except Exception as error:
             source.ended = True
             return _raising(error)
 
+    def _open(self, source: Source, plan: worker_pb2.StepPlan) -> None:
+        try:
+            self._group.open_epoch()
+        except Exception as error:
+            if not self.broken.done():
+                self.broken.set_exception(error)
+            raise
+        source.opened = True
+        self._stats.opened()
+        _log.info("epoch opened", instance=f"{plan.instance:016x}", epoch=plan.epoch)
+
     def _finish_steps(self) -> None:
         while (item := self._begun.get()) is not None:
             source, plan, wait = item
             try:
-                source.answer(result_to_pb(wait(), plan.instance))
+                result = result_to_pb(wait(), plan.instance)
+                source.answer(result)
+                self._stats.step(plan, result)
             except TandemError as error:
                 source.end(error)
             except Exception as error:

@@ -6,7 +6,7 @@ lifecycle and scheduler (the verbs), invariants (what is always true).
 """
 
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.outputs import Counters, Ended, GroupLoad, Load, StepOutputs
+from scheduler_svc.core.outputs import Counters, Ended, GroupLoad, Load, RequeueCause, StepOutputs
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import RETRY_AFTER_MS, Scheduler
 
@@ -18,6 +18,7 @@ __all__ = [
     "GroupLoad",
     "Load",
     "Request",
+    "RequeueCause",
     "Scheduler",
     "StepOutputs",
 ]

@@ -74,7 +74,7 @@ class Admitter:
                     break
             elif chosen != group.number:
                 planned[chosen] += 1
-            elif draft.claim(admission_bytes(sequence, len(fit.cached.blocks)) + mask_bytes(sequence)):
+            elif draft.claim(admission_bytes(sequence, fit.cached) + mask_bytes(sequence)):
                 self._admit(group, draft, sequence, tokens, fit)
                 passed = list(misfits)
             else:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.outputs import KeyArray
 from scheduler_svc.core.request import Sequence
-from shared.types import IntArray, ints
+from shared.logprobs import entry_bytes
+from shared.types import NO_INTS, IntArray, ints
 
 SlotArray: TypeAlias = NDArray[np.intp]
 
@@ -67,6 +68,10 @@ class Batch:
         """Whether the slot gets a decode row in the next plan, blocks permitting."""
         self.stop_counts = np.zeros(config.vocabulary_size, dtype=np.int32)
         """[vocabulary_size]: how many running sequences end at the token."""
+        self.logprob_sizes = np.zeros(slots, dtype=np.int32)
+        """Bytes of logprobs that come with each token of a slot."""
+        self.num_with_logprobs = 0
+        """Running sequences that have any."""
         self._decode_rows: DecodeRows | None = None
 
     @property
@@ -95,6 +100,8 @@ class Batch:
         self.computed[slot] = self.capacity[slot] = cached
         self.limit[slot] = sequence.limit
         self.publish_at[slot] = cached + self._block_size
+        self.logprob_sizes[slot] = entry_bytes(sequence.request.logprobs)
+        self.num_with_logprobs += sequence.request.logprobs is not None
         for token in sequence.stop_ids:
             self.stop_counts[token] += 1
         return slot
@@ -105,6 +112,7 @@ class Batch:
         sequence.output = self.tokens[slot, len(sequence.request.prompt) : self.known[slot]].copy()
         for token in sequence.stop_ids:
             self.stop_counts[token] -= 1
+        self.num_with_logprobs -= sequence.request.logprobs is not None
         self.set_decoding(slot, False)
         self.limit[slot] = self.publish_at[slot] = NEVER
         self.sequences[slot] = None
@@ -129,6 +137,10 @@ class Batch:
                 slots, self.generations[slots], self.keys[slots], rows, self.decoding.astype(np.int32)
             )
         return self._decode_rows
+
+    def logprob_sizes_of(self, slots: SlotArray) -> IntArray:
+        """[num_rows]: bytes of logprobs that come with their tokens; empty where none has any."""
+        return self.logprob_sizes[slots] if self.num_with_logprobs else NO_INTS
 
     def lacking_block(self) -> list[int]:
         """Decoding slots whose next token needs a new block."""

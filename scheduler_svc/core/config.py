@@ -43,13 +43,24 @@ class CoreConfig:
             raise StartupError(f"max_plan_bytes must be at least {self._least_plan_bytes()}, not {self.max_plan_bytes}")
 
     def _least_plan_bytes(self) -> int:
-        """Twice what a row and a new block for every slot, one mask and one cached sequence take."""
+        """Four times what a row and a new block for every slot, one mask and one cached sequence take: a quarter is
+        theirs, another one for what is told of one sequence, half for tokens."""
         slots, mask, table = (
             24 * self.max_num_seqs,
             self.vocabulary_size // 8,
             4 * self.max_model_length // self.block_size,
         )
-        return 2 * (slots + mask + table + 2048)
+        return 4 * (slots + mask + table + 2048)
+
+    @property
+    def max_told_tokens(self) -> int:
+        """Most cached tokens of a sequence that looks back at them: its admission tells them, 4 bytes each."""
+        return self.max_plan_bytes // 32
+
+    @property
+    def max_rules_bytes(self) -> int:
+        """Most that the lists of a sequence's logit rules take on the wire."""
+        return self.max_plan_bytes // 8
 
     @property
     def max_plan_tokens(self) -> int:

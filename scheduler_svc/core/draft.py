@@ -7,10 +7,11 @@ import numpy as np
 from scheduler_svc.core.batch import DecodeRows
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.group import CachedPrefix, Group, PendingPlan
+from scheduler_svc.core.logprobs import PromptRow, prompt_row
 from scheduler_svc.core.request import Sequence
 from shared.types import NO_INTS, NO_PAIRS, Admission, IntArray, StepPlan, TokenMask, ints
 
-ADMISSION_BYTES = 128
+ADMISSION_BYTES = 192
 """At most what an admission takes on the wire beside its lists."""
 MASK_BYTES = 16
 """At most what a mask takes on the wire beside its bits."""
@@ -48,6 +49,7 @@ class PlanDraft:
         self._grown: list[tuple[int, int]] = []
         self._zeroed: list[int] = []
         self._masks: list[TokenMask] = []
+        self._prompt_rows: list[PromptRow] = []
 
     def grow(self, sequence: Sequence, count: int) -> None:
         """Gives the sequence `count` free blocks for its row."""
@@ -65,6 +67,7 @@ class PlanDraft:
     def admit(self, sequence: Sequence, tokens: IntArray, cached: CachedPrefix) -> None:
         """The sequence with these known tokens takes a slot."""
         self._group.admit(sequence, tokens, cached)
+        looks_back = sequence.request.rules.looks_back
         self._admitted.append(
             Admission(
                 slot=sequence.slot,
@@ -73,6 +76,8 @@ class PlanDraft:
                 known_length=len(tokens),
                 block_ids=np.array(cached.blocks, dtype=np.int32),
                 sampling=sequence.sampling,
+                cached_ids=tokens[: cached.length] if looks_back else NO_INTS,
+                prompt_logprobs_from=sequence.prompt_logprobs_from,
             )
         )
 
@@ -101,6 +106,8 @@ class PlanDraft:
         start = int(batch.computed[slot])
         samples = start + count == batch.known[slot]
         self._chunks.append(Chunk(slot, batch.tokens[slot, start : start + count], samples))
+        if logged := prompt_row(sequence, int(batch.generations[slot]), start, count):
+            self._prompt_rows.append(logged)
         self.tokens_left -= count
         batch.computed[slot] = start + count
         sequence.last_chunk_step = group.step_id + 1
@@ -146,16 +153,22 @@ class PlanDraft:
         group, batch, decode = self._group, self._group.batch, self._decode
         sampling = [chunk.slot for chunk in self._chunks if chunk.samples]
         if decode is not None and not sampling:
-            return PendingPlan(group.step_id, decode.slots, decode.generations, decode.keys, batch.departures)
-        slots = np.array(sampling, dtype=np.intp)
-        if decode is not None:
-            slots = np.concatenate((decode.slots, slots))
-        return PendingPlan(group.step_id, slots, batch.generations[slots], batch.keys[slots], batch.departures)
+            slots, generations, keys = decode.slots, decode.generations, decode.keys
+        else:
+            slots = np.array(sampling, dtype=np.intp)
+            if decode is not None:
+                slots = np.concatenate((decode.slots, slots))
+            generations, keys = batch.generations[slots], batch.keys[slots]
+        sizes = batch.logprob_sizes_of(slots)
+        return PendingPlan(group.step_id, slots, generations, keys, batch.departures, sizes, tuple(self._prompt_rows))
 
 
-def admission_bytes(sequence: Sequence, num_cached_blocks: int) -> int:
+def admission_bytes(sequence: Sequence, cached: CachedPrefix) -> int:
     """At most what the sequence's admission takes on the wire."""
-    return ADMISSION_BYTES + 4 * num_cached_blocks + 4 * len(sequence.sampling.suppressed_ids)
+    sampling = sequence.sampling
+    told = cached.length if sampling.rules.looks_back else 0
+    numbers = len(cached.blocks) + len(sampling.suppressed_ids) + told
+    return ADMISSION_BYTES + 4 * numbers + sampling.rules.num_bytes
 
 
 def mask_bytes(sequence: Sequence) -> int:

@@ -4,7 +4,7 @@ Moves single sequences in and out and keeps both sides consistent. Chooses nobod
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from scheduler_svc.core.batch import Batch, SlotArray
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.logprobs import PromptRow
 from scheduler_svc.core.outputs import KeyArray
 from scheduler_svc.core.prefix import Parent, hash_blocks
 from scheduler_svc.core.request import Sequence, State
-from shared.types import IntArray
+from shared.types import NO_INTS, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class PendingPlan:
     """[num_sampling_rows]"""
     departures: int
     """The batch's departures then."""
+    logprob_sizes: IntArray = field(default_factory=lambda: NO_INTS)
+    """[num_sampling_rows]: bytes of logprobs that come with each token; empty where none has any."""
+    prompt_rows: tuple[PromptRow, ...] = ()
+    """Rows that bring logprobs of prompt tokens, in row order."""
 
 
 class Group:
@@ -82,6 +87,9 @@ class Group:
         """What the cache holds of a waiting sequence with these known tokens: never all of them."""
         self._hash(sequence, tokens)
         most = (len(tokens) - 1) // self._config.block_size  # a token is left to compute, into a block of its own
+        bound = sequence.most_cached(self._config.max_told_tokens)
+        if bound is not None:
+            most = min(most, bound // self._config.block_size)
         blocks, parent = self.pool.prefix.match(sequence.hashed[:most], sequence.request.cache_salt)
         return CachedPrefix(blocks, parent, len(blocks) * self._config.block_size)
 

@@ -42,6 +42,8 @@ def _check_slots(group: Group) -> None:
     assert batch.departures == batch.generations.sum(), "departures"
     stops = Counter(token for sequence in running for token in sequence.stop_ids)
     assert {int(token): int(batch.stop_counts[token]) for token in batch.stop_counts.nonzero()[0]} == stops, "stop ids"
+    with_logprobs = sum(sequence.request.logprobs is not None for sequence in running)
+    assert batch.num_with_logprobs == with_logprobs, "sequences with logprobs"
     assert group.priorities == Counter(sequence.request.priority for sequence in running), "priorities"
     for held in (group.prefilling, group.masked):
         assert all(batch.at(slot) is sequence for slot, sequence in held.items()), "a slot list is stale"
@@ -71,6 +73,8 @@ def _check_running(group: Group, sequence: Sequence, config: CoreConfig) -> None
         f"slot {slot}: length"
     )
     assert computed <= batch.capacity[slot] == len(sequence.table) * config.block_size, f"slot {slot}: capacity"
+    asked = sequence.request.prompt_logprobs is not None
+    assert asked or sequence.prompt_logprobs_from == len(sequence.request.prompt), f"slot {slot}: prompt logprobs"
     prefilling = slot in group.prefilling
     if prefilling:
         assert computed < known == length, f"slot {slot}: nothing to prefill"

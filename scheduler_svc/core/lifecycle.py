@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from scheduler_svc.core.group import Group
-from scheduler_svc.core.outputs import Counters, Ended, Outbox
+from scheduler_svc.core.outputs import Counters, Ended, Outbox, RequeueCause
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Sequence, State
 from shared.errors import TandemError
@@ -35,12 +35,17 @@ class Lifecycle:
         self.counters.admissions += 1
         if not sequence.started:
             sequence.started = True
-            self.outbox.start(sequence.request.key, min(cached, len(sequence.request.prompt)))
+            prompt = len(sequence.request.prompt)
+            hits = min(cached, prompt)
+            self.counters.prefix_queries += prompt
+            self.counters.prefix_hits += hits
+            self.outbox.start(sequence.request.key, hits)
 
-    def requeue(self, group: Group, sequence: Sequence) -> None:
-        """A running sequence goes back to its place in the queue, to be computed again."""
+    def requeue(self, group: Group, sequence: Sequence, cause: RequeueCause) -> None:
+        """A running sequence goes back to its place in the queue, to be computed again; its caller is told."""
         group.leave(sequence, State.WAITING)
         self.queue.add(sequence)
+        self.outbox.requeue(sequence.request.key, cause)
 
     def end(self, sequence: Sequence, how: FinishReason | TandemError, stop_token_id: int | None = None) -> None:
         """It is over, and its caller is told."""

@@ -1,8 +1,11 @@
 """How long a sequence may become, and which pools can hold it. Knows nothing of what is running."""
 
+import numpy as np
+
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.request import Request
 from shared.errors import InvalidRequest
+from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import IntArray
 
 
@@ -76,6 +79,16 @@ class Limits:
             raise InvalidRequest("min_tokens", f"must be at least 0, not {request.min_tokens}")
         if request.max_tokens is not None and request.min_tokens > request.max_tokens:
             raise InvalidRequest("min_tokens", f"is {request.min_tokens}, above max_tokens of {request.max_tokens}")
+        if request.rules is not NO_RULES:
+            self._check_rules(request.rules)
+
+    def _check_rules(self, rules: LogitRules) -> None:
+        named = {"bias": [token for token, _ in rules.bias], "bad_words": [i for word in rules.bad_words for i in word]}
+        for field, tokens in named.items():
+            self._check_ids(f"rules.{field}", np.array(tokens, dtype=np.int32))
+        if rules.num_bytes > self._config.max_rules_bytes:
+            bound = f"take {rules.num_bytes} bytes; at most {self._config.max_rules_bytes} fit into a plan"
+            raise InvalidRequest("rules", bound)
 
     def _check_ids(self, field: str, ids: IntArray) -> None:
         if len(ids):

@@ -36,6 +36,7 @@ class Planner:
                 draft.compute(sequence, count)
         if not draft.preempted and not draft.starved:
             self._admitter.admit(group, draft)
+        self._life.counters.scheduled_tokens += self._config.max_plan_tokens - draft.tokens_left
         return draft.finish()
 
 

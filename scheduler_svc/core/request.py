@@ -7,6 +7,7 @@ from enum import Enum
 import numpy as np
 
 from scheduler_svc.core.prefix import HashedBlock, Parent
+from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import NO_INTS, IntArray, RowSampling
 
 
@@ -34,6 +35,14 @@ class Request:
     """Keeps tokens at least this fraction as likely as the most likely one."""
     seed: int = 0
     """Noise key of the sample, 64 bits, unsigned."""
+    rules: LogitRules = NO_RULES
+    """What changes the logits before temperature and filters."""
+    logprobs: int | None = None
+    """Most likely tokens to tell of with each output token; None: no logprobs at all."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    prompt_logprobs_received: int = 0
+    """Leading tokens of the prompt whose logprobs the caller has already."""
     max_tokens: int | None = None
     """Most output tokens; None means up to the context limit."""
     min_tokens: int = 0
@@ -59,6 +68,9 @@ class Request:
             seed=self.seed,
             min_tokens=self.min_tokens,
             suppressed_ids=self.stop_token_ids if self.min_tokens else (),
+            rules=self.rules,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -113,6 +125,8 @@ class Sequence:
     """Worker losses that hit it in flight since `known_at_loss`."""
     known_at_loss: int = 0
     """Tokens known when a loss last hit it."""
+    prompt_logprobs_from: int = field(init=False)
+    """First position of the prompt whose logprobs its caller waits for; the prompt's length where there is none."""
 
     # The following hold while it runs.
     group: int | None = None
@@ -127,6 +141,11 @@ class Sequence:
     last_chunk_step: int = 0
     """Step id of its last row with known tokens."""
 
+    def __post_init__(self) -> None:
+        request = self.request
+        wanted = request.prompt_logprobs is not None
+        self.prompt_logprobs_from = max(1, request.prompt_logprobs_received) if wanted else len(request.prompt)
+
     @property
     def rank(self) -> tuple[int, int]:
         """Smaller is more important."""
@@ -140,6 +159,15 @@ class Sequence:
     def waiting_tokens(self) -> IntArray:
         """[known]: its known tokens, while it waits."""
         return np.concatenate((self.request.prompt, self.output)) if self.output.size else self.request.prompt
+
+    def most_cached(self, most_told: int) -> int | None:
+        """Tokens that may come from the cache, None: any number. `most_told` bounds those that its admission tells.
+
+        A logprob comes from the row that computes the token before, so that one is computed again.
+        """
+        if self.prompt_logprobs_from < len(self.request.prompt):
+            return min(self.prompt_logprobs_from - 1, most_told)
+        return most_told if self.request.rules.looks_back else None
 
     def has_mask(self, known: int) -> bool:
         """Whether it may sample after `known` tokens: unconstrained, or the mask for that position is there."""

@@ -12,6 +12,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import PlanDraft, mask_bytes
 from scheduler_svc.core.group import Group
 from scheduler_svc.core.lifecycle import Lifecycle
+from scheduler_svc.core.outputs import RequeueCause
 from scheduler_svc.core.request import Sequence, State
 
 
@@ -79,6 +80,6 @@ def find_victims(group: Group, lesser: Iterable[Sequence], short: int, kept: Abs
 
 def preempt(group: Group, victim: Sequence, draft: PlanDraft, life: Lifecycle) -> None:
     """The victim goes back to the queue."""
-    life.requeue(group, victim)
+    life.requeue(group, victim, RequeueCause.PREEMPTED)
     life.counters.preemptions += 1
     draft.preempted = True

@@ -8,7 +8,7 @@ from scheduler_svc.core.group import Group
 from scheduler_svc.core.invariants import check_invariants
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.outputs import GroupLoad, Load, StepOutputs
+from scheduler_svc.core.outputs import GroupLoad, Load, RequeueCause, StepOutputs
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.quarantine import MOST_LOSSES, count_loss
 from scheduler_svc.core.request import Request, Sequence
@@ -63,7 +63,7 @@ class Scheduler:
             return
         for sequence in group.batch.running():
             fatal = group.in_flight(sequence) and count_loss(sequence, int(group.batch.known[sequence.slot]))
-            self._life.requeue(group, sequence)
+            self._life.requeue(group, sequence, RequeueCause.WORKER_LOST)
             self._life.counters.requeued += 1
             if fatal:
                 self._life.counters.quarantined += 1

@@ -34,6 +34,10 @@ class FrontendConfig:
     """Seconds that requests wait for a core that is away; then they end UNAVAILABLE."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
+    metrics_socket: Path | None = None
+    """Unix socket where the parent takes metrics; None: nobody wants them."""
+    otlp_endpoint: str | None = None
+    """Where traces go, a URL; None: nowhere."""
     max_connection_age: float = 600.0
     """Seconds after which a client is asked to connect anew, so that connections spread over frontends again.
     Streams that run stay."""

@@ -8,16 +8,21 @@ import asyncio
 import time
 from collections.abc import Iterable
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
 
 from scheduler_svc.frontend.generation import Sample
+from scheduler_svc.frontend.timeline import CORE_LOST, PREEMPTED, TAINTED, WORKER_LOST
 from shared.errors import TandemError, Unavailable
 from shared.framing import FramingError, read_message, write_message
+from shared.histogram import SHORT_S, Histogram
 from shared.pb import core_pb2
-from shared.wire import pack
+from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
+from shared.wire import pack, unpack
 
 RECONNECT_INTERVAL = 0.05
 """Seconds between attempts to reach a core that is away: one connect to a Unix socket costs microseconds."""
@@ -27,6 +32,12 @@ would starve them, since reading what has arrived already never yields; with it,
 _READ_BUFFER_BYTES = 1 << 20
 _MAX_HANDLE = (1 << 32) - 1
 _LITTLE_UINT32 = np.dtype("<u4")
+
+_CAUSES = {
+    core_pb2.REQUEUE_CAUSE_PREEMPTED: PREEMPTED,
+    core_pb2.REQUEUE_CAUSE_WORKER_LOST: WORKER_LOST,
+    core_pb2.REQUEUE_CAUSE_TAINTED: TAINTED,
+}
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +53,7 @@ class CoreLink:
         self._live: dict[int, Sample] = {}
         self._handles: dict[Sample, int] = {}
         self._last_handle = 0
-        self._questions: dict[int, asyncio.Future[bool]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._last_question = 0
         self._model = core_pb2.ServedModel()
         self._ready = asyncio.Event()
@@ -50,6 +61,10 @@ class CoreLink:
         """The core's last word; None while it is away."""
         self.changed = asyncio.Event()
         """Set when `state` changed; whoever watches it clears it."""
+        self.gaps = Histogram(SHORT_S)
+        """Seconds between two tokens of a sample."""
+        self.resubmissions = 0
+        """Samples submitted again, to a core that took another's place."""
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""
@@ -63,12 +78,13 @@ class CoreLink:
             giving_up.cancel()
             try:
                 await self._serve(reader, writer)
-                _log.warning("core disconnected", reason="it closed the connection")
+                reason = "it closed the connection"
             except OSError as error:
-                _log.warning("core disconnected", reason=str(error))
+                reason = str(error)
             finally:
                 writer.close()
                 self._disconnected()
+            _log.info("core disconnected", reason=reason)  # its parent knows why, and warns
             giving_up = self._give_up_later()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,6 +92,9 @@ class CoreLink:
         for handle, sample in self._live.items():
             sample.submission.output = pack(np.array(sample.output, dtype=np.int32))
             sample.submission.again = True
+            sample.submission.prompt_logprobs_received = sample.logprobs.num_received
+            sample.timeline.requeued(CORE_LOST, time.monotonic())
+            self.resubmissions += 1
             self._send_submit(sample)
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
         while (payload := await read_message(reader)) is not None:
@@ -135,17 +154,33 @@ class CoreLink:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request by its public id, on whatever frontend it is. Whether there was one."""
+        answer = await self._ask(core_pb2.FrontendMessage(abort_by_id=core_pb2.AbortById(request_id=request_id)))
+        return bool(answer.found)
+
+    async def stats(self, max_requests: int) -> GetStatsResponse:
+        """What the service has done, but for its load."""
+        question = core_pb2.StatsQuestion(max_requests=max_requests)
+        answer = await self._ask(core_pb2.FrontendMessage(stats_question=question))
+        stats: GetStatsResponse = answer.stats
+        return stats
+
+    async def _ask(self, message: core_pb2.FrontendMessage) -> Any:
+        """The core's answer to a question, which gets its number here. Raises Unavailable where the core dies first."""
         await self.ready()
-        self._last_question = self._last_question % _MAX_HANDLE + 1
-        question = self._last_question
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._questions[question] = answer
-        by_id = core_pb2.AbortById(question=question, request_id=request_id)
-        self._send(core_pb2.FrontendMessage(abort_by_id=by_id))
+        self._last_question = number = self._last_question % _MAX_HANDLE + 1
+        kind = message.WhichOneof("kind")
+        assert kind is not None
+        getattr(message, kind).question = number
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._send(message)
         try:
             return await answer
         finally:
-            self._questions.pop(question, None)
+            self._questions.pop(number, None)
+
+    def request_ended(self, request: RequestStats) -> None:
+        """For the core's statistics, which go without it while the core is away."""
+        self._send(core_pb2.FrontendMessage(request_ended=request))
 
     @property
     def held(self) -> int:
@@ -186,9 +221,14 @@ class CoreLink:
         elif kind == "state":
             self._set_state(message.state)
         elif kind == "abort_answer":
-            answer = self._questions.get(message.abort_answer.question)
-            if answer is not None and not answer.done():
-                answer.set_result(message.abort_answer.found)
+            self._answered(message.abort_answer)
+        elif kind == "stats_answer":
+            self._answered(message.stats_answer)
+
+    def _answered(self, answer: core_pb2.AbortAnswer | core_pb2.StatsAnswer) -> None:
+        waiting = self._questions.get(answer.question)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _set_state(self, state: core_pb2.CoreState) -> None:
         self.state = state
@@ -200,17 +240,37 @@ class CoreLink:
 
     def _deliver(self, batch: core_pb2.TokenBatch) -> None:
         """A handle without a sample was cancelled while its tokens were on their way."""
+        at, now = batch.time_us / 1e6, time.monotonic()
         for started in batch.started:
             if (sample := self._live.get(started.handle)) is not None:
                 sample.started(started.cached_tokens)
+                sample.timeline.started(at)
+        for requeued in batch.requeued:
+            if (sample := self._live.get(requeued.handle)) is not None:
+                sample.timeline.requeued(_CAUSES[requeued.cause], at)
+        for prompt in batch.prompt_logprobs:
+            if (sample := self._live.get(prompt.handle)) is not None:
+                sample.push_prompt(prompt.entries)
         handles = np.frombuffer(batch.handles, _LITTLE_UINT32).tolist()
         tokens = np.frombuffer(batch.token_ids, "<i4").tolist()
-        for handle, token_id in zip(handles, tokens, strict=True):
+        for handle, token_id, logprobs in zip(handles, tokens, _entries(batch, len(tokens)), strict=True):
             sample = self._live.get(handle)
-            if sample is not None and not sample.push(token_id):
+            if sample is None:
+                continue
+            if (gap := sample.timeline.token(now)) is not None:
+                self.gaps.observe(gap)
+            if not sample.push(token_id, logprobs):
                 self.cancel((sample,))
         for ended in batch.ended:
             sample = self._live.pop(ended.handle, None)
             if sample is not None:
                 del self._handles[sample]
                 sample.ended(ended)
+
+
+def _entries(batch: core_pb2.TokenBatch, num_tokens: int) -> list[bytes]:
+    """Of each token its logprobs, no bytes where they were not asked for."""
+    if not batch.logprob_sizes:
+        return [b""] * num_tokens
+    ends = [0, *accumulate(unpack(batch.logprob_sizes).tolist())]
+    return [batch.logprobs[start:end] for start, end in pairwise(ends)]

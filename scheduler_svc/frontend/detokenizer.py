@@ -21,11 +21,20 @@ class Detokenizer:
     tokenizer.decode, but half a character at the end waits for its other half.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stops: StopStrings, min_tokens: int) -> None:
-        """A stop string counts from output token number `min_tokens` on."""
-        self._vocabulary = vocabulary
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stops: StopStrings,
+        min_tokens: int,
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        """A stop string counts from output token number `min_tokens` on; `include_stop` shows what stopped."""
+        self._bytes_of = vocabulary.text_bytes if skip_special_tokens else vocabulary.token_bytes
         self._stops = stops
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._decoder = _Utf8Decoder("replace")
         self._state = 0
         self._count = 0
@@ -41,9 +50,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str | None:
         """Adds a token. Returns the stop string that it completed, if any.
 
-        The text ends before a stop string that is found; only flush() may follow.
+        The text ends before a stop string that is found, or after it; only flush() may follow.
         """
-        text = self._decoder.decode(self._vocabulary.text_bytes(token_id))
+        text = self._decoder.decode(self._bytes_of(token_id))
         self._held_ids.append(token_id)
         self._held_text += text
         stop = self._scan(text)
@@ -69,13 +78,16 @@ class Detokenizer:
             self._state = self._stops.step(self._state, character)
             stop = self._stops.matched[self._state]
             if stop is not None and self._shown_tokens + len(self._held_ids) >= self._min_tokens:
-                self._held_text = self._held_text[: max(end - len(stop), 0)]
+                self._held_text = self._held_text[: max(end - (0 if self._include_stop else len(stop)), 0)]
                 self._decoder.reset()
                 return stop
         return None
 
-    def push_hidden(self, token_id: int) -> None:
-        """Adds the token that stopped the sample: an id without text; only flush() may follow."""
+    def push_stop(self, token_id: int) -> None:
+        """Adds the token that stopped the sample: an id without text, if that is not to be shown; only flush() may
+        follow."""
+        if self._include_stop:
+            self._held_text += self._decoder.decode(self._bytes_of(token_id))
         self._held_ids.append(token_id)
 
     def skip(self, token_ids: Iterable[int]) -> str | None:

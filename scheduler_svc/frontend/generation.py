@@ -5,12 +5,15 @@ takes whatever has gathered since its last message. Knows nothing of sockets or 
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 
 from scheduler_svc.frontend.constraint import Constraint
 from scheduler_svc.frontend.detokenizer import Detokenizer
+from scheduler_svc.frontend.logprobs import SampleLogprobs
 from scheduler_svc.frontend.stop_strings import StopStrings
+from scheduler_svc.frontend.timeline import Timeline
 from scheduler_svc.frontend.vocabulary import Vocabulary
 from shared.errors import TandemError
 from shared.pb import core_pb2
@@ -26,17 +29,21 @@ class Sample:
         self,
         submission: core_pb2.Submit,
         detokenizer: Detokenizer,
+        logprobs: SampleLogprobs,
         call: "Generation",
-        constraint: Constraint | None = None,
+        constraint: Constraint | None,
     ) -> None:
         self.submission = submission
+        self.logprobs = logprobs
         self.constraint = constraint
         """Has begun after the submission's output; None where any text will do."""
         self.output: list[int] = unpack(submission.output).tolist()
         """All output tokens so far, those given to resume included: what a new core continues after."""
         self.finish: pb.Finish | None = None
+        self.timeline = Timeline(time.monotonic())
         self._stop_token_ids = frozenset(unpack(submission.stop_token_ids).tolist())
         self._cached_tokens: int | None = None
+        self._is_new = True
         self._detokenizer = detokenizer
         self._call = call
         stop = detokenizer.skip(self.output)
@@ -48,11 +55,17 @@ class Sample:
         if self._cached_tokens is None:
             self._cached_tokens = cached_tokens
 
-    def push(self, token_id: int) -> bool:
+    def push_prompt(self, entries: bytes) -> None:
+        """The core has logprobs of the prompt's next tokens."""
+        self.logprobs.push_prompt(entries)
+        self._call.has_news(self)
+
+    def push(self, token_id: int, logprobs: bytes = b"") -> bool:
         """The core sampled a token. Whether the sample wants more: not after its stop string."""
         self.output.append(token_id)
+        self.logprobs.push(token_id, logprobs)
         if token_id in self._stop_token_ids and len(self.output) > self.submission.min_tokens:
-            self._detokenizer.push_hidden(token_id)
+            self._detokenizer.push_stop(token_id)
             return True
         stop = self._detokenizer.push(token_id)
         if stop is not None:
@@ -85,11 +98,19 @@ class Sample:
         self._call.has_news(self)
 
     def take(self) -> pb.GenerateResponse:
-        """What the client has not got yet."""
-        text, token_ids = self._detokenizer.take()
-        response = pb.GenerateResponse(index=self.submission.sample_index, text=text, token_ids=token_ids)
+        """What the client has not got yet: as much as one message should hold."""
+        response = pb.GenerateResponse(index=self.submission.sample_index)
+        response.prompt_logprobs.extend(self.logprobs.take_prompt())
+        if self.logprobs.has_prompt:
+            self._call.has_news(self)
+            return response
+        response.text, token_ids = self._detokenizer.take()
+        response.token_ids.extend(token_ids)
+        response.logprobs.extend(self.logprobs.take(len(token_ids)))
         if self.finish is not None:
             response.finish.CopyFrom(self.finish)
+        if self.finish is not None or self._is_new:
+            self._is_new = False
             response.usage.prompt_tokens = len(self.submission.prompt) // 4
             response.usage.completion_tokens = len(self.output)
             response.usage.cached_tokens = self._cached_tokens or 0
@@ -102,20 +123,28 @@ class Generation:
     def __init__(
         self,
         submissions: Sequence[core_pb2.Submit],
-        seed: int,
+        first: pb.GenerateResponse,
         vocabulary: Vocabulary,
-        stops: StopStrings,
-        min_tokens: int = 0,
-        constraints: Sequence[Constraint] = (),
+        request: pb.GenerateRequest,
+        constraints: Sequence[Constraint],
     ) -> None:
-        """`submissions` share the request: one per sample, as are `constraints`, if there are any. Stop strings count
-        from output token number `min_tokens` on."""
+        """`submissions` are one per sample, as are `constraints` if there are any; what stands in `first` is in the
+        first response."""
         self._news: dict[Sample, None] = {}
         self._wake = asyncio.Event()
         self._error: TandemError | None = None
-        self._first: tuple[str, int] | None = (submissions[0].request_id, seed)
+        self._first: pb.GenerateResponse | None = first
+        stops = StopStrings.build(request.stopping.stop)
+        skip, include = skips_special_tokens(request), request.output.include_stop_str_in_output
+        least = request.stopping.min_tokens
         self.samples = [
-            Sample(submission, Detokenizer(vocabulary, stops, min_tokens), self, constraint)
+            Sample(
+                submission,
+                Detokenizer(vocabulary, stops, least, skip_special_tokens=skip, include_stop=include),
+                SampleLogprobs(submission, vocabulary),
+                self,
+                constraint,
+            )
             for submission, constraint in zip_longest(submissions, constraints)
         ]
         self._unfinished = len(self.samples)
@@ -145,8 +174,13 @@ class Generation:
         sample = next(iter(self._news))
         del self._news[sample]
         response = sample.take()
-        self._unfinished -= sample.finish is not None
+        self._unfinished -= response.HasField("finish")
         if self._first is not None:
-            response.request_id, response.seed = self._first
+            response.MergeFrom(self._first)
             self._first = None
         return response
+
+
+def skips_special_tokens(request: pb.GenerateRequest) -> bool:
+    """Whether its text leaves special tokens out."""
+    return request.output.skip_special_tokens if request.output.HasField("skip_special_tokens") else True

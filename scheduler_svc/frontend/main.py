@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import gc
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,19 @@ import uvloop
 from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client.core import Metric
 
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.core_link import CoreLink
 from scheduler_svc.frontend.grammar_compiler import GrammarCompiler
 from scheduler_svc.frontend.health import SERVICE, Health
 from scheduler_svc.frontend.matcher import GrammarTokenizer
+from scheduler_svc.frontend.metrics import frontend_metrics
 from scheduler_svc.frontend.prompts import Prompts
 from scheduler_svc.frontend.service import GenerationService
+from scheduler_svc.frontend.tracing import Tracing, make_tracing
+from scheduler_svc.process_metrics import process_metrics
+from scheduler_svc.snapshots import push
 from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
 from shared.pb import generation_pb2_grpc
@@ -44,17 +49,19 @@ _log = structlog.get_logger(__name__)
 class Frontend:
     """All parts of one frontend, in one event loop."""
 
-    def __init__(self, config: FrontendConfig) -> None:
-        """Raises StartupError where the model folder can't be served."""
+    def __init__(self, config: FrontendConfig, tracing: Tracing | None = None) -> None:
+        """Raises StartupError where the model folder can't be served. `tracing` in place of the configured one."""
         self._config = config
         model = load_model_config(config.model, config.model_name)
         defaults = model.sampling_defaults if config.use_generation_config else SamplingDefaults()
         self._prompts = Prompts(config)
         self.link = CoreLink(config.core_socket, config.core_timeout)
         self._health = Health(self.link)
-        tokenizer = GrammarTokenizer(self._prompts.tokenizer, model.vocabulary_size, model.eos_token_ids)
+        tokens = self._prompts.tokenizer, self._prompts.vocabulary
+        tokenizer = GrammarTokenizer(*tokens, model.vocabulary_size, model.eos_token_ids)
         self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
-        self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link)
+        self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
+        self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link, self._tracing)
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
         self.own_port = 0
@@ -75,9 +82,14 @@ class Frontend:
             self._listen(self._config.port)
         for background in (self.link.run(), self._health.run()):
             self._run(background)
+        self._telling = asyncio.create_task(push(self._config.metrics_socket, self._metrics))
         await self._server.start()
         gc.freeze()  # what the start has made lives as long as the process: no collection needs to look at it
         _log.info("frontend listens", host=self._config.host, port=self._config.port, own_port=self.own_port)
+
+    def _metrics(self) -> Iterator[Metric]:
+        yield from process_metrics("frontend")
+        yield from frontend_metrics(self.service.counts, self.link)
 
     def _listen(self, port: int) -> int:
         where = address(self._config.host, port)
@@ -103,9 +115,10 @@ class Frontend:
         except TimeoutError:
             self.link.fail_all(Unavailable("this server shuts down; resume on another"))
         await self._server.stop(_CLOSING_SECONDS)
-        for task in self._tasks:
+        for task in (*self._tasks, self._telling):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, self._telling, return_exceptions=True)
+        await asyncio.to_thread(self._tracing.close)
         self._prompts.close()
         self._grammars.close()
 

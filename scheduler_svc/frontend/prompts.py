@@ -40,6 +40,12 @@ class Prompts:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._decode, token_ids, skip_special_tokens)
 
+    async def encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of the words that an output may not contain. Raises InvalidRequest for one without."""
+        if not words:
+            return []
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode_words, words)
+
     def close(self) -> None:
         """Ends the threads after what they are doing."""
         self._threads.shutdown(cancel_futures=True)
@@ -49,6 +55,18 @@ class Prompts:
         if size > self._config.max_prompt_bytes:
             raise InvalidRequest("text", f"has {size} bytes; at most {self._config.max_prompt_bytes} are allowed")
         return np.array(self.tokenizer.encode(request.text).ids, dtype=np.int32)
+
+    def _encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Each as it stands at the beginning of a text and after a space: mostly these are different tokens."""
+        encoded: dict[tuple[int, ...], None] = {}
+        for index, word in enumerate(words):
+            bare = word.lstrip() or word
+            for text in (bare, f" {bare}"):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+                if not ids:
+                    raise InvalidRequest(f"sampling.bad_words[{index}]", "has no tokens")
+                encoded[ids] = None
+        return list(encoded)
 
     def _encode_chat(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> IntArray:
         text = self.render(request.chat)

@@ -4,31 +4,30 @@ Converts protobuf at this edge. Errors are raised by kind and become status code
 """
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import structlog
-
+from scheduler_svc.frontend.bounds import checked_ids
 from scheduler_svc.frontend.constraint import Constraint, MinTokens
 from scheduler_svc.frontend.core_link import CoreLink
-from scheduler_svc.frontend.generation import Generation
+from scheduler_svc.frontend.generation import Generation, skips_special_tokens
 from scheduler_svc.frontend.grammar_compiler import GrammarCompiler
 from scheduler_svc.frontend.grammars import grammar_of
 from scheduler_svc.frontend.prompts import Prompts, tools_of
+from scheduler_svc.frontend.record import Record
+from scheduler_svc.frontend.request_counts import CANCELLED, DEADLINE_EXCEEDED, RequestCounts
 from scheduler_svc.frontend.seeds import random_seed
-from scheduler_svc.frontend.stop_strings import StopStrings
-from scheduler_svc.frontend.validation import check_request, checked_ids, submissions
+from scheduler_svc.frontend.tracing import Tracing
+from scheduler_svc.frontend.validation import check_request, submissions
 from shared import __version__
-from shared.errors import InvalidRequest, TandemError, Unavailable
+from shared.errors import InvalidRequest, Unavailable
 from shared.model_config import ModelConfig, SamplingDefaults
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
+from shared.rpc import REQUEST_ID
 from shared.types import IntArray
 from shared.wire import unpack
-
-_log = structlog.get_logger(__name__)
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -41,6 +40,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         prompts: Prompts,
         grammars: GrammarCompiler,
         link: CoreLink,
+        tracing: Tracing,
     ) -> None:
         """`defaults` answer where a request is silent about sampling."""
         self._model = model
@@ -48,6 +48,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._prompts = prompts
         self._grammars = grammars
         self._link = link
+        self._tracing = tracing
+        self.counts = RequestCounts()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -61,42 +63,48 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self._refuse_if_draining()
-        record = _Record(request.request_id or uuid.uuid4().hex)
+        trace = self._tracing.begin(context.invocation_metadata())
+        record = Record(request.request_id or uuid.uuid4().hex, trace, self.counts)
         self.live += 1
         self._idle.clear()
         try:
             generation = await self._start(request, record)
             try:
+                await context.send_initial_metadata(((REQUEST_ID, record.request_id.encode()),))
                 while (response := await generation.next()) is not None:
                     record.count(response)
                     yield response
             finally:
                 self._link.cancel(generation.samples)
-        except TandemError as error:
-            record.outcome = type(error).__name__
+        except Exception as error:
+            record.failed(error)
             raise
         finally:
             self.live -= 1
             if not self.live:
                 self._idle.set()
-            record.log()
+            if record.outcome == CANCELLED and _is_late(context):
+                record.outcome = DEADLINE_EXCEEDED
+            self._link.request_ended(record.close())
 
     def _refuse_if_draining(self) -> None:
         if self._draining:
             raise Unavailable("this server shuts down; try another")
 
-    async def _start(self, request: pb.GenerateRequest, record: "_Record") -> Generation:
+    async def _start(self, request: pb.GenerateRequest, record: Record) -> Generation:
         model = await self._link.ready()
         check_request(request, model)
         prompt = await self._prompt(request, model)
         seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
-        record.prompt_tokens = prompt.size
-        samples = submissions(request, record.request_id, seed, prompt, model, self._defaults)
-        stops = StopStrings.build(request.stopping.stop)
+        bad_words = await self._prompts.encode_words(request.sampling.bad_words)
+        samples = submissions(request, record.request_id, seed, prompt, bad_words, model, self._defaults)
         constraints = await self._constraints(request, samples, model) if request.HasField("constraint") else ()
-        generation = Generation(
-            samples, seed, self._prompts.vocabulary, stops, request.stopping.min_tokens, constraints
-        )
+        first = pb.GenerateResponse(request_id=record.request_id, seed=seed)
+        if request.output.echo and not request.output_token_ids.ids:
+            first.echo.text = await self._prompts.decode(prompt.tolist(), skips_special_tokens(request))
+            first.echo.token_ids.extend(prompt.tolist())
+        generation = Generation(samples, first, self._prompts.vocabulary, request, constraints)
+        record.accepted(prompt.size, generation.samples)
         self._link.submit(sample for sample in generation.samples if sample.finish is None)
         return generation
 
@@ -145,6 +153,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        return self._load()
+
+    def _load(self) -> pb.GetLoadResponse:
         state = self._link.state
         if state is None:
             raise Unavailable("the scheduler core restarts; try again")
@@ -156,38 +167,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             workers=[pb.WorkerLoad(**{name: getattr(group, name) for name in names}) for group in state.groups],
         )
 
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        stats = await self._link.stats(request.max_requests)
+        stats.load.CopyFrom(self._load())
+        return stats
 
-class _Record:
-    """What the log says of one call: counts and durations, never text."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.prompt_tokens = 0
-        self.outcome = "cancelled"
-        self._completion_tokens = 0
-        self._cached_tokens = 0
-        self._arrived = time.monotonic()
-        self._first: float | None = None
-
-    def count(self, response: pb.GenerateResponse) -> None:
-        """One more message. The outcome of a finished call is its last sample's."""
-        self._completion_tokens += len(response.token_ids)
-        if response.HasField("finish"):
-            self.outcome = pb.FinishReason.Name(response.finish.reason).removeprefix("FINISH_REASON_").lower()
-            self._cached_tokens = response.usage.cached_tokens
-        if self._first is None:
-            self._first = time.monotonic()
-
-    def log(self) -> None:
-        """One line."""
-        now = time.monotonic()
-        _log.info(
-            "request",
-            request_id=self.request_id,
-            outcome=self.outcome,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
-            first_token_ms=round(((self._first or now) - self._arrived) * 1e3, 1),
-            total_ms=round((now - self._arrived) * 1e3, 1),
-        )
+def _is_late(context: Any) -> bool:
+    """Whether the caller's deadline has passed: gRPC cancels the call then as if the caller had left."""
+    left = context.time_remaining()
+    return left is not None and left <= 0

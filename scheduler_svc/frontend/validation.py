@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scheduler_svc.frontend.bounds import at_most, checked_ids, within
+from scheduler_svc.frontend.rules import check_rules, resolve_rules
 from scheduler_svc.frontend.seeds import derive_seed
 from shared.errors import InvalidRequest
+from shared.logit_rules import NO_RULES
+from shared.logprobs import MOST_LOGPROBS
 from shared.model_config import SamplingDefaults
 from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
-from shared.types import NO_INTS, IntArray
-from shared.wire import pack
+from shared.types import IntArray
+from shared.wire import pack, rules_to_pb
 
 MAX_SAMPLES = 128
 MAX_NAME_BYTES = 256
@@ -31,14 +35,29 @@ def check_request(request: pb.GenerateRequest, model: core_pb2.ServedModel) -> N
     if request.WhichOneof("prompt") == "text" and not request.text:
         raise InvalidRequest("text", "must not be empty")
     _check_length("token_ids", len(request.token_ids.ids), model.context_limit)
-    _at_most("output_token_ids", len(request.output_token_ids.ids), model.context_limit, "ids")
+    at_most("output_token_ids", len(request.output_token_ids.ids), model.context_limit, "ids")
     for field in ("request_id", "cache_salt"):
-        _at_most(field, len(getattr(request, field).encode()), MAX_NAME_BYTES, "bytes")
+        at_most(field, len(getattr(request, field).encode()), MAX_NAME_BYTES, "bytes")
     _check_samples(request)
     _check_sampling(request.sampling)
+    check_rules(request.sampling, model.vocabulary_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        within(f"output.{name}", getattr(request.output, name), 0, MOST_LOGPROBS)
     _check_stopping(request.stopping, model.vocabulary_size)
-    if request.HasField("constraint") and request.stopping.ignore_eos:
+    if request.HasField("constraint"):
+        _check_beside_constraint(request)
+
+
+def _check_beside_constraint(request: pb.GenerateRequest) -> None:
+    """What could leave nothing to sample where a grammar allows little."""
+    if request.stopping.ignore_eos:
         raise InvalidRequest("stopping.ignore_eos", "must be unset with a constraint, which ends with such a token")
+    if request.sampling.HasField("allowed_token_ids"):
+        raise InvalidRequest(
+            "sampling.allowed_token_ids", "must be unset with a constraint, which says what is allowed"
+        )
+    if request.sampling.bad_words:
+        raise InvalidRequest("sampling.bad_words", "must be empty with a constraint, which says what is allowed")
 
 
 def _check_length(prompt: str, tokens: int, context_limit: int) -> None:
@@ -47,58 +66,35 @@ def _check_length(prompt: str, tokens: int, context_limit: int) -> None:
 
 
 def _check_samples(request: pb.GenerateRequest) -> None:
-    _within("n", request.n, 0, MAX_SAMPLES)
+    within("n", request.n, 0, MAX_SAMPLES)
     samples = request.n or 1
-    _within("sample_index", request.sample_index, 0, _UINT32 - samples)
+    within("sample_index", request.sample_index, 0, _UINT32 - samples)
     if samples > 1 and request.output_token_ids.ids:
         raise InvalidRequest("output_token_ids", "requires n = 1; resume each sample by its sample_index")
 
 
 def _check_sampling(sampling: pb.SamplingParams) -> None:
     if sampling.HasField("temperature"):
-        _within("sampling.temperature", sampling.temperature, 0, MAX_TEMPERATURE)
+        within("sampling.temperature", sampling.temperature, 0, MAX_TEMPERATURE)
     if sampling.HasField("top_k"):
-        _within("sampling.top_k", sampling.top_k, 0, (1 << 31) - 1)
+        within("sampling.top_k", sampling.top_k, 0, (1 << 31) - 1)
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise InvalidRequest("sampling.top_p", f"must be within (0, 1], is {sampling.top_p:g}")
     if sampling.HasField("min_p"):
-        _within("sampling.min_p", sampling.min_p, 0, 1)
+        within("sampling.min_p", sampling.min_p, 0, 1)
 
 
 def _check_stopping(stopping: pb.StoppingParams, vocabulary_size: int) -> None:
     if stopping.HasField("max_tokens"):
-        _within("stopping.max_tokens", stopping.max_tokens, 1, _UINT32 - 1)
+        within("stopping.max_tokens", stopping.max_tokens, 1, _UINT32 - 1)
         if stopping.min_tokens > stopping.max_tokens:
             bound = f"must be at most max_tokens, {stopping.max_tokens}, is {stopping.min_tokens}"
             raise InvalidRequest("stopping.min_tokens", bound)
-    _at_most("stopping.stop", len(stopping.stop), MAX_STOP_STRINGS, "strings")
+    at_most("stopping.stop", len(stopping.stop), MAX_STOP_STRINGS, "strings")
     for index, stop in enumerate(stopping.stop):
-        _within(f"stopping.stop[{index}]", len(stop.encode()), 1, MAX_STOP_STRING_BYTES, " bytes")
-    _at_most("stopping.stop_token_ids", len(stopping.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+        within(f"stopping.stop[{index}]", len(stop.encode()), 1, MAX_STOP_STRING_BYTES, " bytes")
+    at_most("stopping.stop_token_ids", len(stopping.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     checked_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocabulary_size)
-
-
-def _within(field: str, value: float, low: float, high: float, unit: str = "") -> None:
-    """NaN is within nothing."""
-    if not low <= value <= high:
-        raise InvalidRequest(field, f"must be within [{low}, {high}]{unit}, is {value}")
-
-
-def _at_most(field: str, size: int, limit: int, unit: str) -> None:
-    if size > limit:
-        raise InvalidRequest(field, f"has {size} {unit}; at most {limit} are allowed")
-
-
-def checked_ids(field: str, ids: Sequence[int], vocabulary_size: int) -> IntArray:
-    """Token ids of a request, [num_ids]. Raises InvalidRequest naming the first that is not in the vocabulary."""
-    if not ids:
-        return NO_INTS
-    values = np.array(ids, dtype=np.int64)
-    outside = np.flatnonzero((values < 0) | (values >= vocabulary_size))
-    if outside.size:
-        index = int(outside[0])
-        raise InvalidRequest(f"{field}[{index}]", f"must be within [0, {vocabulary_size}), is {values[index]}")
-    return values.astype(np.int32)
 
 
 def submissions(
@@ -106,13 +102,20 @@ def submissions(
     request_id: str,
     seed: int,
     prompt: IntArray,
+    bad_words: Sequence[tuple[int, ...]],
     model: core_pb2.ServedModel,
     defaults: SamplingDefaults,
 ) -> list[core_pb2.Submit]:
-    """One submission for each sample of a checked request. Raises InvalidRequest where the prompt doesn't fit."""
+    """One submission for each sample of a checked request, whose prompt and bad_words are tokenized.
+
+    Raises InvalidRequest where the prompt doesn't fit, or nothing is left to sample.
+    """
     output = checked_ids("output_token_ids", request.output_token_ids.ids, model.vocabulary_size)
     room = _room(request, prompt, output, model.context_limit)
     stopping, constrained = request.stopping, request.HasField("constraint")
+    stop_token_ids = _stop_token_ids(stopping, model)
+    held_back = stop_token_ids.tolist() if stopping.min_tokens else ()
+    rules = resolve_rules(request.sampling, defaults, model.vocabulary_size, bad_words, held_back)
     first = core_pb2.Submit(
         request_id=request_id,
         prompt=pack(prompt),
@@ -120,12 +123,18 @@ def submissions(
         sampling=_resolved(request.sampling, defaults, model.vocabulary_size),
         max_tokens=min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else 0,
         min_tokens=0 if constrained else min(stopping.min_tokens, room),
-        stop_token_ids=pack(_stop_token_ids(stopping, model)),
+        stop_token_ids=pack(stop_token_ids),
         cache_salt=request.cache_salt,
         priority=request.priority,
         constrained=constrained,
     )
-    return [_sample(first, seed, request.sample_index + i) for i in range(request.n or 1)]
+    if rules != NO_RULES:
+        first.sampling.rules.CopyFrom(rules_to_pb(rules))
+    if request.output.HasField("logprobs"):
+        first.sampling.logprobs = min(request.output.logprobs, model.vocabulary_size)
+    if request.output.HasField("prompt_logprobs") and not output.size:
+        first.sampling.prompt_logprobs = min(request.output.prompt_logprobs, model.vocabulary_size)
+    return [_sample(first, seed, request.sample_index + i, is_first=i == 0) for i in range(request.n or 1)]
 
 
 def _room(request: pb.GenerateRequest, prompt: IntArray, output: IntArray, context_limit: int) -> int:
@@ -135,7 +144,7 @@ def _room(request: pb.GenerateRequest, prompt: IntArray, output: IntArray, conte
         raise InvalidRequest(field, "has no tokens")
     _check_length(field, prompt.size, context_limit)
     room = context_limit - prompt.size
-    _at_most("output_token_ids", output.size, room, "ids")
+    at_most("output_token_ids", output.size, room, "ids")
     return room
 
 
@@ -156,9 +165,11 @@ def _stop_token_ids(stopping: pb.StoppingParams, model: core_pb2.ServedModel) ->
     return np.array(sorted({*stopping.stop_token_ids, *eos}), dtype=np.int32)
 
 
-def _sample(first: core_pb2.Submit, seed: int, index: int) -> core_pb2.Submit:
+def _sample(first: core_pb2.Submit, seed: int, index: int, *, is_first: bool) -> core_pb2.Submit:
     submission = core_pb2.Submit()
     submission.CopyFrom(first)
     submission.sample_index = index
     submission.sampling.seed = derive_seed(seed, index)
+    if not is_first:
+        submission.sampling.ClearField("prompt_logprobs")  # they are the same for all
     return submission

@@ -38,10 +38,13 @@ class Vocabulary:
 
     def text_bytes(self, token_id: int) -> bytes:
         """UTF-8 of the token as shown to people; nothing for special tokens and for ids without a token."""
+        return b"" if token_id in self._special else self.token_bytes(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The same with the text of special tokens."""
         known = self._known.get(token_id)
         if known is None:
-            known = b"" if token_id in self._special else token_bytes(self._tokenizer.id_to_token(token_id) or "")
-            self._known[token_id] = known
+            known = self._known[token_id] = _bytes_of(self._tokenizer.id_to_token(token_id) or "")
         return known
 
 
@@ -55,7 +58,7 @@ def _byte_of_character() -> dict[str, int]:
 _BYTES = _byte_of_character()
 
 
-def token_bytes(token: str) -> bytes:
+def _bytes_of(token: str) -> bytes:
     """Bytes of one entry of the vocabulary; an added token outside the alphabet stands for its own text."""
     try:
         return bytes(_BYTES[character] for character in token)

@@ -22,45 +22,57 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from shared.pb import generation_pb2 as tandem_dot_v1_dot_generation__pb2
+from shared.pb import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/core.proto\x12\ttandem.v1\"\xbc\x01\n\x0f\x46rontendMessage\x12#\n\x06submit\x18\x01 \x01(\x0b\x32\x11.tandem.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12+\n\x0b\x61\x62ort_by_id\x18\x03 \x01(\x0b\x32\x14.tandem.v1.AbortByIdH\x00\x12*\n\nmask_ready\x18\x04 \x01(\x0b\x32\x14.tandem.v1.MaskReadyH\x00\x42\x06\n\x04kind\"\x9b\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x0e\n\x06output\x18\x05 \x01(\x0c\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.tandem.v1.SequenceSampling\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x01(\x0c\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0b\x63onstrained\x18\x0c \x01(\x08\x12\r\n\x05\x61gain\x18\r \x01(\x08\"b\n\x10SequenceSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\"1\n\tAbortById\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\">\n\tMaskReady\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0f\n\x07\x61llowed\x18\x03 \x01(\x0c\"\x95\x01\n\x0b\x43oreMessage\x12%\n\x05state\x18\x01 \x01(\x0b\x32\x14.tandem.v1.CoreStateH\x00\x12\'\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.tandem.v1.TokenBatchH\x00\x12.\n\x0c\x61\x62ort_answer\x18\x03 \x01(\x0b\x32\x16.tandem.v1.AbortAnswerH\x00\x42\x06\n\x04kind\"\xb4\x01\n\tCoreState\x12\x0e\n\x06\x61\x63tive\x18\x01 \x01(\x08\x12\x13\n\x0bprogressing\x18\x03 \x01(\x08\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.tandem.v1.ServedModel\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12%\n\x06groups\x18\x08 \x03(\x0b\x32\x15.tandem.v1.GroupState\"c\n\x0bServedModel\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\"m\n\nGroupState\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\"v\n\nTokenBatch\x12#\n\x07started\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Started\x12\x0f\n\x07handles\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x1f\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x10.tandem.v1.Ended\"0\n\x07Started\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\x8a\x01\n\x05\x45nded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12*\n\x06length\x18\x03 \x01(\x0b\x32\x18.tandem.v1.LengthReachedH\x00\x12%\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x42\x05\n\x03how\"\x0f\n\rLengthReached\"@\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\".\n\x0b\x41\x62ortAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12\r\n\x05\x66ound\x18\x02 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/core.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x16tandem/v1/worker.proto\"\xa2\x02\n\x0f\x46rontendMessage\x12#\n\x06submit\x18\x01 \x01(\x0b\x32\x11.tandem.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12+\n\x0b\x61\x62ort_by_id\x18\x03 \x01(\x0b\x32\x14.tandem.v1.AbortByIdH\x00\x12*\n\nmask_ready\x18\x04 \x01(\x0b\x32\x14.tandem.v1.MaskReadyH\x00\x12\x30\n\rrequest_ended\x18\x05 \x01(\x0b\x32\x17.tandem.v1.RequestStatsH\x00\x12\x32\n\x0estats_question\x18\x06 \x01(\x0b\x32\x18.tandem.v1.StatsQuestionH\x00\x42\x06\n\x04kind\"\xbd\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x0e\n\x06output\x18\x05 \x01(\x0c\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.tandem.v1.SequenceSampling\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x01(\x0c\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0b\x63onstrained\x18\x0c \x01(\x08\x12\r\n\x05\x61gain\x18\r \x01(\x08\x12 \n\x18prompt_logprobs_received\x18\x0f \x01(\r\"\xde\x01\n\x10SequenceSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12$\n\x05rules\x18\x06 \x01(\x0b\x32\x15.tandem.v1.LogitRules\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\"1\n\tAbortById\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\">\n\tMaskReady\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0f\n\x07\x61llowed\x18\x03 \x01(\x0c\"\xc5\x01\n\x0b\x43oreMessage\x12%\n\x05state\x18\x01 \x01(\x0b\x32\x14.tandem.v1.CoreStateH\x00\x12\'\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.tandem.v1.TokenBatchH\x00\x12.\n\x0c\x61\x62ort_answer\x18\x03 \x01(\x0b\x32\x16.tandem.v1.AbortAnswerH\x00\x12.\n\x0cstats_answer\x18\x04 \x01(\x0b\x32\x16.tandem.v1.StatsAnswerH\x00\x42\x06\n\x04kind\"\xb4\x01\n\tCoreState\x12\x0e\n\x06\x61\x63tive\x18\x01 \x01(\x08\x12\x13\n\x0bprogressing\x18\x03 \x01(\x08\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.tandem.v1.ServedModel\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12%\n\x06groups\x18\x08 \x03(\x0b\x32\x15.tandem.v1.GroupState\"c\n\x0bServedModel\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\"m\n\nGroupState\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\"\x8b\x02\n\nTokenBatch\x12#\n\x07started\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Started\x12\x0f\n\x07handles\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x1f\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x10.tandem.v1.Ended\x12\x15\n\rlogprob_sizes\x18\x05 \x01(\x0c\x12\x10\n\x08logprobs\x18\x06 \x01(\x0c\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.tandem.v1.PromptLogprobs\x12%\n\x08requeued\x18\x08 \x03(\x0b\x32\x13.tandem.v1.Requeued\x12\x0f\n\x07time_us\x18\t \x01(\x04\"1\n\x0ePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x0c\"0\n\x07Started\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"B\n\x08Requeued\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12&\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x17.tandem.v1.RequeueCause\"\x8a\x01\n\x05\x45nded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12*\n\x06length\x18\x03 \x01(\x0b\x32\x18.tandem.v1.LengthReachedH\x00\x12%\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x42\x05\n\x03how\"\x0f\n\rLengthReached\"@\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\".\n\x0b\x41\x62ortAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12\r\n\x05\x66ound\x18\x02 \x01(\x08\"7\n\rStatsQuestion\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x14\n\x0cmax_requests\x18\x02 \x01(\r\"K\n\x0bStatsAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12*\n\x05stats\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.GetStatsResponse*\x84\x01\n\x0cRequeueCause\x12\x1d\n\x19REQUEUE_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEUE_CAUSE_PREEMPTED\x10\x01\x12\x1d\n\x19REQUEUE_CAUSE_WORKER_LOST\x10\x02\x12\x19\n\x15REQUEUE_CAUSE_TAINTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shared.pb.core_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FRONTENDMESSAGE']._serialized_start=36
-  _globals['_FRONTENDMESSAGE']._serialized_end=224
-  _globals['_SUBMIT']._serialized_start=227
-  _globals['_SUBMIT']._serialized_end=510
-  _globals['_SEQUENCESAMPLING']._serialized_start=512
-  _globals['_SEQUENCESAMPLING']._serialized_end=610
-  _globals['_CANCEL']._serialized_start=612
-  _globals['_CANCEL']._serialized_end=636
-  _globals['_ABORTBYID']._serialized_start=638
-  _globals['_ABORTBYID']._serialized_end=687
-  _globals['_MASKREADY']._serialized_start=689
-  _globals['_MASKREADY']._serialized_end=751
-  _globals['_COREMESSAGE']._serialized_start=754
-  _globals['_COREMESSAGE']._serialized_end=903
-  _globals['_CORESTATE']._serialized_start=906
-  _globals['_CORESTATE']._serialized_end=1086
-  _globals['_SERVEDMODEL']._serialized_start=1088
-  _globals['_SERVEDMODEL']._serialized_end=1187
-  _globals['_GROUPSTATE']._serialized_start=1189
-  _globals['_GROUPSTATE']._serialized_end=1298
-  _globals['_TOKENBATCH']._serialized_start=1300
-  _globals['_TOKENBATCH']._serialized_end=1418
-  _globals['_STARTED']._serialized_start=1420
-  _globals['_STARTED']._serialized_end=1468
-  _globals['_ENDED']._serialized_start=1471
-  _globals['_ENDED']._serialized_end=1609
-  _globals['_LENGTHREACHED']._serialized_start=1611
-  _globals['_LENGTHREACHED']._serialized_end=1626
-  _globals['_FAILURE']._serialized_start=1628
-  _globals['_FAILURE']._serialized_end=1692
-  _globals['_ABORTANSWER']._serialized_start=1694
-  _globals['_ABORTANSWER']._serialized_end=1740
+  _globals['_REQUEUECAUSE']._serialized_start=2507
+  _globals['_REQUEUECAUSE']._serialized_end=2639
+  _globals['_FRONTENDMESSAGE']._serialized_start=88
+  _globals['_FRONTENDMESSAGE']._serialized_end=378
+  _globals['_SUBMIT']._serialized_start=381
+  _globals['_SUBMIT']._serialized_end=698
+  _globals['_SEQUENCESAMPLING']._serialized_start=701
+  _globals['_SEQUENCESAMPLING']._serialized_end=923
+  _globals['_CANCEL']._serialized_start=925
+  _globals['_CANCEL']._serialized_end=949
+  _globals['_ABORTBYID']._serialized_start=951
+  _globals['_ABORTBYID']._serialized_end=1000
+  _globals['_MASKREADY']._serialized_start=1002
+  _globals['_MASKREADY']._serialized_end=1064
+  _globals['_COREMESSAGE']._serialized_start=1067
+  _globals['_COREMESSAGE']._serialized_end=1264
+  _globals['_CORESTATE']._serialized_start=1267
+  _globals['_CORESTATE']._serialized_end=1447
+  _globals['_SERVEDMODEL']._serialized_start=1449
+  _globals['_SERVEDMODEL']._serialized_end=1548
+  _globals['_GROUPSTATE']._serialized_start=1550
+  _globals['_GROUPSTATE']._serialized_end=1659
+  _globals['_TOKENBATCH']._serialized_start=1662
+  _globals['_TOKENBATCH']._serialized_end=1929
+  _globals['_PROMPTLOGPROBS']._serialized_start=1931
+  _globals['_PROMPTLOGPROBS']._serialized_end=1980
+  _globals['_STARTED']._serialized_start=1982
+  _globals['_STARTED']._serialized_end=2030
+  _globals['_REQUEUED']._serialized_start=2032
+  _globals['_REQUEUED']._serialized_end=2098
+  _globals['_ENDED']._serialized_start=2101
+  _globals['_ENDED']._serialized_end=2239
+  _globals['_LENGTHREACHED']._serialized_start=2241
+  _globals['_LENGTHREACHED']._serialized_end=2256
+  _globals['_FAILURE']._serialized_start=2258
+  _globals['_FAILURE']._serialized_end=2322
+  _globals['_ABORTANSWER']._serialized_start=2324
+  _globals['_ABORTANSWER']._serialized_end=2370
+  _globals['_STATSQUESTION']._serialized_start=2372
+  _globals['_STATSQUESTION']._serialized_end=2427
+  _globals['_STATSANSWER']._serialized_start=2429
+  _globals['_STATSANSWER']._serialized_end=2504
 # @@protoc_insertion_point(module_scope)

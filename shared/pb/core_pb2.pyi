@@ -10,6 +10,9 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from shared.pb import generation_pb2 as _generation_pb2
+from shared.pb import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,6 +24,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RequeueCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequeueCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequeueCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEUE_CAUSE_UNSPECIFIED: _RequeueCause.ValueType  # 0
+    """Not used."""
+    REQUEUE_CAUSE_PREEMPTED: _RequeueCause.ValueType  # 1
+    """More important ones needed its blocks."""
+    REQUEUE_CAUSE_WORKER_LOST: _RequeueCause.ValueType  # 2
+    """Its worker was lost."""
+    REQUEUE_CAUSE_TAINTED: _RequeueCause.ValueType  # 3
+    """It shared blocks with a request whose logits had no finite maximum."""
+
+class RequeueCause(_RequeueCause, metaclass=_RequeueCauseEnumTypeWrapper):
+    """Why a running sequence is computed again."""
+
+REQUEUE_CAUSE_UNSPECIFIED: RequeueCause.ValueType  # 0
+"""Not used."""
+REQUEUE_CAUSE_PREEMPTED: RequeueCause.ValueType  # 1
+"""More important ones needed its blocks."""
+REQUEUE_CAUSE_WORKER_LOST: RequeueCause.ValueType  # 2
+"""Its worker was lost."""
+REQUEUE_CAUSE_TAINTED: RequeueCause.ValueType  # 3
+"""It shared blocks with a request whose logits had no finite maximum."""
+Global___RequeueCause: _TypeAlias = RequeueCause  # noqa: Y015
+
 @_typing.final
 class FrontendMessage(_message.Message):
     """From a frontend to the core."""
@@ -31,6 +62,8 @@ class FrontendMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     ABORT_BY_ID_FIELD_NUMBER: _builtins.int
     MASK_READY_FIELD_NUMBER: _builtins.int
+    REQUEST_ENDED_FIELD_NUMBER: _builtins.int
+    STATS_QUESTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit:
         """A new sequence."""
@@ -47,6 +80,14 @@ class FrontendMessage(_message.Message):
     def mask_ready(self) -> Global___MaskReady:
         """The tokens that a constrained sequence may sample next."""
 
+    @_builtins.property
+    def request_ended(self) -> _generation_pb2.RequestStats:
+        """A Generate call has ended, for the statistics."""
+
+    @_builtins.property
+    def stats_question(self) -> Global___StatsQuestion:
+        """A client asks for the statistics."""
+
     def __init__(
         self,
         *,
@@ -54,12 +95,14 @@ class FrontendMessage(_message.Message):
         cancel: Global___Cancel | None = ...,
         abort_by_id: Global___AbortById | None = ...,
         mask_ready: Global___MaskReady | None = ...,
+        request_ended: _generation_pb2.RequestStats | None = ...,
+        stats_question: Global___StatsQuestion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -84,6 +127,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CONSTRAINED_FIELD_NUMBER: _builtins.int
     AGAIN_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_RECEIVED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's own number for it, unique on this connection."""
     request_id: _builtins.str
@@ -108,6 +152,8 @@ class Submit(_message.Message):
     """The sequence samples only where a MaskReady told the allowed tokens."""
     again: _builtins.bool
     """An earlier core had accepted it: a full queue does not refuse it."""
+    prompt_logprobs_received: _builtins.int
+    """Tokens of the prompt whose logprobs came from an earlier core."""
     @_builtins.property
     def sampling(self) -> Global___SequenceSampling:
         """How to sample, resolved."""
@@ -128,10 +174,11 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         constrained: _builtins.bool = ...,
         again: _builtins.bool = ...,
+        prompt_logprobs_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "cache_salt", b"cache_salt", "constrained", b"constrained", "handle", b"handle", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "cache_salt", b"cache_salt", "constrained", b"constrained", "handle", b"handle", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_received", b"prompt_logprobs_received", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,6 +195,9 @@ class SequenceSampling(_message.Message):
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 means the most likely token."""
     top_k: _builtins.int
@@ -158,6 +208,14 @@ class SequenceSampling(_message.Message):
     """0 means all."""
     seed: _builtins.int
     """The sample's own noise key."""
+    logprobs: _builtins.int
+    """Most likely tokens to return with each sampled one, with their logprobs; unset: no logprobs at all."""
+    prompt_logprobs: _builtins.int
+    """The same for each token of the prompt but the first."""
+    @_builtins.property
+    def rules(self) -> _worker_pb2.LogitRules:
+        """What changes the logits before temperature and filters; unset: nothing does."""
+
     def __init__(
         self,
         *,
@@ -166,12 +224,22 @@ class SequenceSampling(_message.Message):
         top_p: _builtins.float = ...,
         min_p: _builtins.float = ...,
         seed: _builtins.int = ...,
+        rules: _worker_pb2.LogitRules | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rules", b"rules"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "min_p", b"min_p", "prompt_logprobs", b"prompt_logprobs", "rules", b"rules", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SequenceSampling: _TypeAlias = SequenceSampling  # noqa: Y015
 
@@ -262,6 +330,7 @@ class CoreMessage(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ABORT_ANSWER_FIELD_NUMBER: _builtins.int
+    STATS_ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def state(self) -> Global___CoreState:
         """The core's state: first on every connection, then on each change and every half second."""
@@ -274,18 +343,23 @@ class CoreMessage(_message.Message):
     def abort_answer(self) -> Global___AbortAnswer:
         """The answer to AbortById."""
 
+    @_builtins.property
+    def stats_answer(self) -> Global___StatsAnswer:
+        """The answer to StatsQuestion."""
+
     def __init__(
         self,
         *,
         state: Global___CoreState | None = ...,
         tokens: Global___TokenBatch | None = ...,
         abort_answer: Global___AbortAnswer | None = ...,
+        stats_answer: Global___StatsAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer", "stats_answer"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -417,7 +491,9 @@ Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final
 class TokenBatch(_message.Message):
-    """What one step gave to this frontend's sequences. Started precedes tokens precedes ended."""
+    """What one step gave to this frontend's sequences. Started and requeued precede prompt logprobs precede tokens precede
+    ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -425,10 +501,21 @@ class TokenBatch(_message.Message):
     HANDLES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    LOGPROB_SIZES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REQUEUED_FIELD_NUMBER: _builtins.int
+    TIME_US_FIELD_NUMBER: _builtins.int
     handles: _builtins.bytes
     """int32: whose tokens `token_ids` are, element by element."""
     token_ids: _builtins.bytes
     """int32: the tokens; several of one handle are in order."""
+    logprob_sizes: _builtins.bytes
+    """int32: bytes that each element of `token_ids` has in `logprobs`. Empty: none has any."""
+    logprobs: _builtins.bytes
+    """Entries as in StepResult.logprobs, joined."""
+    time_us: _builtins.int
+    """When it came about: microseconds of the host's monotonic clock."""
     @_builtins.property
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___Started]:
         """Sequences that were admitted for the first time since their Submit."""
@@ -437,6 +524,14 @@ class TokenBatch(_message.Message):
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ended]:
         """Sequences that the core no longer knows."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """Logprobs of prompts, as far as this step computed them."""
+
+    @_builtins.property
+    def requeued(self) -> _containers.RepeatedCompositeFieldContainer[Global___Requeued]:
+        """Sequences that went back to the queue, to be computed again."""
+
     def __init__(
         self,
         *,
@@ -444,14 +539,45 @@ class TokenBatch(_message.Message):
         handles: _builtins.bytes = ...,
         token_ids: _builtins.bytes = ...,
         ended: _abc.Iterable[Global___Ended] | None = ...,
+        logprob_sizes: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        requeued: _abc.Iterable[Global___Requeued] | None = ...,
+        time_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handles", b"handles", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handles", b"handles", "logprob_sizes", b"logprob_sizes", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "requeued", b"requeued", "started", b"started", "time_us", b"time_us", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Logprobs of the next tokens of a sequence's prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The handle of its Submit."""
+    entries: _builtins.bytes
+    """Entries as in StepResult.logprobs, joined. The first ones of a sequence are those of the prompt's second token."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        entries: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Started(_message.Message):
@@ -478,6 +604,32 @@ class Started(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Started: _TypeAlias = Started  # noqa: Y015
+
+@_typing.final
+class Requeued(_message.Message):
+    """A sequence went back to the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The handle of its Submit."""
+    cause: Global___RequeueCause.ValueType
+    """Why."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        cause: Global___RequeueCause.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Requeued: _TypeAlias = Requeued  # noqa: Y015
 
 @_typing.final
 class Ended(_message.Message):
@@ -591,3 +743,57 @@ class AbortAnswer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortAnswer: _TypeAlias = AbortAnswer  # noqa: Y015
+
+@_typing.final
+class StatsQuestion(_message.Message):
+    """Asks what the service has done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """Number of this question, returned in the answer."""
+    max_requests: _builtins.int
+    """Most requests to tell of."""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        max_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests", b"max_requests", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsQuestion: _TypeAlias = StatsQuestion  # noqa: Y015
+
+@_typing.final
+class StatsAnswer(_message.Message):
+    """The answer to StatsQuestion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """The question's number."""
+    @_builtins.property
+    def stats(self) -> _generation_pb2.GetStatsResponse:
+        """Complete but for the load, which every frontend knows."""
+
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        stats: _generation_pb2.GetStatsResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "stats", b"stats"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsAnswer: _TypeAlias = StatsAnswer  # noqa: Y015

@@ -65,6 +65,11 @@ class GenerationServiceStub:
                 request_serializer=tandem_dot_v1_dot_generation__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_generation__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/tandem.v1.GenerationService/GetStats',
+                request_serializer=tandem_dot_v1_dot_generation__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_generation__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -113,6 +118,13 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """Tells what the service has done since its core started and how its latest requests went: for people who watch it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=tandem_dot_v1_dot_generation__pb2.GetLoadRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_generation__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=tandem_dot_v1_dot_generation__pb2.GetStatsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_generation__pb2.GetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +327,33 @@ class GenerationService:
             '/tandem.v1.GenerationService/GetLoad',
             tandem_dot_v1_dot_generation__pb2.GetLoadRequest.SerializeToString,
             tandem_dot_v1_dot_generation__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.GenerationService/GetStats',
+            tandem_dot_v1_dot_generation__pb2.GetStatsRequest.SerializeToString,
+            tandem_dot_v1_dot_generation__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class GenerationServiceStub:
     """Tells which model is served and its limits."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetLoadRequest, _generation_pb2.GetLoadResponse]
     """Tells how busy the service is at this moment."""
+    GetStats: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetStatsRequest, _generation_pb2.GetStatsResponse]
+    """Tells what the service has done since its core started and how its latest requests went: for people who watch it."""
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -63,6 +65,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Tells which model is served and its limits."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetLoadRequest, _generation_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Tells how busy the service is at this moment."""
+    GetStats: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetStatsRequest, _generation_pb2.GetStatsResponse]  # type: ignore[assignment]
+    """Tells what the service has done since its core started and how its latest requests went: for people who watch it."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation and what a client needs around it. Errors are gRPC status codes, never fields of a response."""
@@ -114,5 +118,13 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetLoadResponse, _abc.Awaitable[_generation_pb2.GetLoadResponse]]:
         """Tells how busy the service is at this moment."""
+
+    @_abc_1.abstractmethod
+    def GetStats(
+        self,
+        request: _generation_pb2.GetStatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.GetStatsResponse, _abc.Awaitable[_generation_pb2.GetStatsResponse]]:
+        """Tells what the service has done since its core started and how its latest requests went: for people who watch it."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

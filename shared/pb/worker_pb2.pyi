@@ -184,6 +184,8 @@ class Admission(_message.Message):
     KNOWN_LENGTH_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHED_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Index into the batch state, within [0, max_num_seqs)."""
     prompt_length: _builtins.int
@@ -194,6 +196,12 @@ class Admission(_message.Message):
     """Tokens (prompt and output) known at admission: the slot samples first at this position."""
     block_ids: _builtins.bytes
     """int32: the blocks of the cached part."""
+    cached_ids: _builtins.bytes
+    """int32: the tokens of the cached part, where the rules look back at tokens: rows tell all others."""
+    prompt_logprobs_from: _builtins.int
+    """First position of the prompt whose logprobs are to be returned, where `sampling` asks for any: at least 1, since
+    nothing precedes position 0. Those before it were returned earlier.
+    """
     @_builtins.property
     def sampling(self) -> Global___RowSampling:
         """How to sample."""
@@ -207,10 +215,12 @@ class Admission(_message.Message):
         known_length: _builtins.int = ...,
         block_ids: _builtins.bytes = ...,
         sampling: Global___RowSampling | None = ...,
+        cached_ids: _builtins.bytes = ...,
+        prompt_logprobs_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "cached_length", b"cached_length", "known_length", b"known_length", "prompt_length", b"prompt_length", "sampling", b"sampling", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "cached_ids", b"cached_ids", "cached_length", b"cached_length", "known_length", b"known_length", "prompt_length", b"prompt_length", "prompt_logprobs_from", b"prompt_logprobs_from", "sampling", b"sampling", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,6 +239,9 @@ class RowSampling(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     SUPPRESSED_IDS_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 means the most likely token."""
     top_k: _builtins.int
@@ -243,6 +256,14 @@ class RowSampling(_message.Message):
     """Tokens of output before `suppressed_ids` may be sampled."""
     suppressed_ids: _builtins.bytes
     """int32: ids that would end the sequence, not to be sampled before min_tokens."""
+    logprobs: _builtins.int
+    """Most likely tokens to return with each sampled one, with their logprobs; unset: no logprobs at all."""
+    prompt_logprobs: _builtins.int
+    """The same for each token of the prompt from `prompt_logprobs_from` on."""
+    @_builtins.property
+    def rules(self) -> Global___LogitRules:
+        """What changes the logits before temperature and filters; unset: nothing does."""
+
     def __init__(
         self,
         *,
@@ -253,14 +274,72 @@ class RowSampling(_message.Message):
         seed: _builtins.int = ...,
         min_tokens: _builtins.int = ...,
         suppressed_ids: _builtins.bytes = ...,
+        rules: Global___LogitRules | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rules", b"rules"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "prompt_logprobs", b"prompt_logprobs", "rules", b"rules", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+
+Global___RowSampling: _TypeAlias = RowSampling  # noqa: Y015
+
+@_typing.final
+class LogitRules(_message.Message):
+    """What a sequence does to its logits, in the order of the fields from `allowed` to `presence_penalty`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALLOWED_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    BIAS_IDS_FIELD_NUMBER: _builtins.int
+    BIAS_VALUES_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    allowed: _builtins.bytes
+    """Bit v % 8 of byte v / 8 is set if token v may be sampled; empty: all may."""
+    bad_words: _builtins.bytes
+    """int32: sequences that the output may not contain, each after its length. The last token of one is suppressed where
+    the output ends with those before it.
+    """
+    bias_ids: _builtins.bytes
+    """int32: tokens with a bias, each once."""
+    bias_values: _builtins.bytes
+    """float32: added to their logits."""
+    repetition_penalty: _builtins.float
+    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied. 1 means off."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit for each time that it is in the output. 0 means off."""
+    presence_penalty: _builtins.float
+    """Subtracted once from the logit of each token in the output. 0 means off."""
+    def __init__(
+        self,
+        *,
+        allowed: _builtins.bytes = ...,
+        bad_words: _builtins.bytes = ...,
+        bias_ids: _builtins.bytes = ...,
+        bias_values: _builtins.bytes = ...,
+        repetition_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "bad_words", b"bad_words", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RowSampling: _TypeAlias = RowSampling  # noqa: Y015
+Global___LogitRules: _TypeAlias = LogitRules  # noqa: Y015
 
 @_typing.final
 class TokenMask(_message.Message):
@@ -301,6 +380,8 @@ class StepResult(_message.Message):
     FAILED_ROWS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     STEP_TIME_US_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     instance: _builtins.int
     """Copied from the plan."""
     epoch: _builtins.int
@@ -315,6 +396,13 @@ class StepResult(_message.Message):
     """The worker is shutting down: schedule nothing new here."""
     step_time_us: _builtins.int
     """Time that the step took on the worker, microseconds."""
+    logprobs: _builtins.bytes
+    """For each sampled token whose sequence asked for logprobs, in the order of token_ids, one entry: its logprob
+    (float32), its rank (int32, the most likely token has 1), then id (int32) and logprob (float32) of the most likely
+    tokens, the likeliest first. Natural logarithms of softmax(logits), before rules, temperature and filters.
+    """
+    prompt_logprobs: _builtins.bytes
+    """The same for tokens of prompts: for each row, in row order, those from prompt_logprobs_from on."""
     def __init__(
         self,
         *,
@@ -325,10 +413,12 @@ class StepResult(_message.Message):
         failed_rows: _builtins.bytes = ...,
         draining: _builtins.bool = ...,
         step_time_us: _builtins.int = ...,
+        logprobs: _builtins.bytes = ...,
+        prompt_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "failed_rows", b"failed_rows", "instance", b"instance", "step_id", b"step_id", "step_time_us", b"step_time_us", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "epoch", b"epoch", "failed_rows", b"failed_rows", "instance", b"instance", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "step_time_us", b"step_time_us", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,17 @@ def test_every_option_arrives(server: Server, tokenizer: Tokenizer) -> None:
             cache_salt="salt",
             priority=-1,
             timeout=5,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={5: -2.0},
+            bad_words=["fox"],
+            allowed_token_ids=[5, 7],
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            echo=True,
+            logprobs=3,
+            prompt_logprobs=0,
         )
     assert completion.samples[0].finish == Finish("stop", 7)
     (submit,) = server.core.submits
@@ -84,6 +95,10 @@ def test_every_option_arrives(server: Server, tokenizer: Tokenizer) -> None:
     assert (submit.cache_salt, submit.priority, submit.request_id) == ("salt", -1, completion.request_id)
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.5, 0.25)
+    rules = sampling.rules
+    assert (rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert (ids(rules.bias_ids), rules.allowed[0], bool(rules.bad_words)) == ([5], 0b10100000, True)
+    assert sampling.logprobs == 3 and not sampling.HasField("prompt_logprobs"), "it resumes: the prompt was told of"
 
 
 def test_a_misspelt_option_is_an_error_and_not_ignored(server: Server) -> None:
@@ -146,7 +161,7 @@ def test_an_aborted_request_raises(server: Server) -> None:
 def test_errors_are_typed_and_carry_the_server_s_message(server: Server) -> None:
     refusals = iter([failed(8, "queue full", 700), failed(6, "live"), failed(14, "no worker"), failed(13, "NaN")])
     server.answer = lambda submit: ((), next(refusals))
-    with Client(server.endpoint) as client:
+    with Client(server.endpoint, resume_timeout=0) as client:
         with pytest.raises(tandem.InvalidRequest, match="must be within") as invalid:
             client.complete("a", temperature=-1)
         assert invalid.value.field == "sampling.temperature"

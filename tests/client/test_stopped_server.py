@@ -27,7 +27,7 @@ def test_a_stopped_server_is_noticed_in_seconds(model: Path) -> None:
                 server = spawn("scheduler_svc.frontend.main", ["--config", to_json(config)])
                 try:
                     await until_serving(f"127.0.0.1:{config.own_port}", "readiness")
-                    async with AsyncClient(f"127.0.0.1:{config.own_port}") as client:
+                    async with AsyncClient(f"127.0.0.1:{config.own_port}", resume_timeout=0) as client:
                         stream = client.generate("a")
                         waiting = asyncio.create_task(anext(aiter(stream)))
                         await core.submitted()

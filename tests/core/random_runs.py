@@ -2,7 +2,7 @@
 
 import random
 
-from tests.core.simulation import PROMPTS, Simulation, make_simulation
+from tests.core.simulation import PROMPTS, RULES, Simulation, make_simulation
 
 
 def random_simulation(rng: random.Random, kind: type[Simulation]) -> Simulation:
@@ -22,8 +22,9 @@ def random_simulation(rng: random.Random, kind: type[Simulation]) -> Simulation:
 
 def random_submit(simulation: Simulation, rng: random.Random) -> None:
     """A request among few prompts, so that prefixes are shared."""
+    prompt = rng.choice(PROMPTS[:3] if rng.random() < 0.95 else PROMPTS)[: rng.randint(1, 8)]
     simulation.submit(
-        rng.choice(PROMPTS[:3] if rng.random() < 0.95 else PROMPTS)[: rng.randint(1, 8)],
+        prompt,
         given=rng.choice([0, 0, 0, 1, 3]),
         seed=rng.randint(0, 2),
         max_tokens=rng.choice([1, 2, 5, 7, None]),
@@ -32,6 +33,10 @@ def random_submit(simulation: Simulation, rng: random.Random) -> None:
         cache_salt=rng.choice(["", "", "tenant"]),
         priority=rng.choice([0, 0, 1]),
         constrained=rng.random() < 0.25,
+        rules=rng.choice(RULES),
+        logprobs=rng.choice([None, None, 0, 1]),
+        prompt_logprobs=rng.choice([None, None, None, 2]),
+        prompt_logprobs_received=rng.choice([0, 0, len(prompt) // 2]),
     )
 
 

@@ -5,12 +5,14 @@ the block table: all tokens up to that position. A row is sound iff every layer-
 prefix of its own tokens. The sampled token is a pure function of (seed, tokens), so every request has an oracle.
 """
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from shared.types import RowSampling, StepPlan, StepResult
+from shared.logprobs import entry_bytes
+from shared.types import Admission, RowSampling, StepPlan, StepResult
 
 NUM_SAMPLED = 6
 """Tokens below are sampled, 0 being the end-of-sequence token; further ones appear in prompts alone."""
@@ -42,10 +44,17 @@ def next_token(tokens: Tokens, num_output: int, sampling: RowSampling, mask: byt
     return token
 
 
+def logprobs_entry(tokens: Tokens, num_top: int | None) -> bytes:
+    """What is told of the last of the tokens."""
+    size = entry_bytes(num_top)
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=size).digest() if size else b""
+
+
 @dataclass
 class Slot:
     """One sequence as the log tells it."""
 
+    admission: Admission
     table: list[int]
     computed: int
     sample_at: int
@@ -98,12 +107,29 @@ class ReferenceWorker:
             broken = rows[broken_row].slot if broken_row is not None and broken_row < len(rows) else None
             self._forward(part, masks, sampled, broken)
         in_order = [sampled[row.slot] for row in rows if row.slot in sampled]
+        logprobs = b"".join(self._logprobs(row, sampled[row.slot]) for row in rows if row.slot in sampled)
         return StepResult(
             plan.epoch,
             plan.step_id,
             np.array([token or 0 for token in in_order], dtype=np.int32),
             np.array([index for index, token in enumerate(in_order) if token is None], dtype=np.int32),
+            logprobs=logprobs,
+            prompt_logprobs=b"".join(map(self._prompt_logprobs, rows)),
         )
+
+    def _logprobs(self, row: Row, token: int | None) -> bytes:
+        return logprobs_entry((*self._read_tokens(row), token or 0), self.slots[row.slot].sampling.logprobs)
+
+    def _prompt_logprobs(self, row: Row) -> bytes:
+        state, own = self.slots[row.slot], self._read_tokens(row)
+        admission, num_top = state.admission, state.sampling.prompt_logprobs
+        begin = max(row.start, admission.prompt_logprobs_from)
+        end = min(row.positions.stop, state.prompt_length)
+        if num_top is None or begin >= end:
+            return b""
+        if begin <= admission.cached_length:
+            raise Unsound(f"the row before position {begin} was not computed")
+        return b"".join(logprobs_entry(own[: position + 1], num_top) for position in range(begin, end))
 
     def _fold(self, plan: StepPlan) -> None:
         self.step_id += 1
@@ -112,7 +138,10 @@ class ReferenceWorker:
         for admission in plan.admitted:
             if not 0 <= admission.slot < self.num_slots:
                 raise Unsound(f"no slot {admission.slot}")
+            if len(admission.cached_ids) != admission.cached_length * admission.sampling.rules.looks_back:
+                raise Unsound(f"{len(admission.cached_ids)} ids told of {admission.cached_length}")
             self.slots[admission.slot] = Slot(
+                admission=admission,
                 table=admission.block_ids.tolist(),
                 computed=admission.cached_length,
                 sample_at=admission.known_length,
@@ -183,7 +212,9 @@ class ReferenceWorker:
         """Checks all that the row's last token reads; whether it is finite."""
         is_finite = True
         end = row.positions.stop
-        table = self.slots[row.slot].table
+        table, told = self.slots[row.slot].table, self.slots[row.slot].admission.cached_ids.tolist()
+        if tuple(told) != own[: len(told)]:
+            raise Unsound(f"slot {row.slot} was told {told} of {own}")
         for position in range(end):
             block, offset = table[position // self.block_size], position % self.block_size
             context = self.contexts[block][offset]

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_svc.core import CoreConfig, Request, Scheduler, StepOutputs
+from scheduler_svc.core import CoreConfig, Request, RequeueCause, Scheduler, StepOutputs
 from scheduler_svc.core.quarantine import MOST_LOSSES
 from shared.errors import RequestFailed, TandemError
+from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import FinishReason, StepPlan, StepResult
 from tests.core.reference_worker import (
     POISON,
@@ -17,6 +18,7 @@ from tests.core.reference_worker import (
     ReferenceWorker,
     Tokens,
     allowed_tokens,
+    logprobs_entry,
     next_token,
 )
 
@@ -27,6 +29,10 @@ PROMPTS: tuple[Tokens, ...] = (
     (2, 2, 1, 3, 1, 2, 3, 3),
     (1, 2, 3, 1, POISON, 2, 2, 3),
 )
+
+
+RULES = (NO_RULES, NO_RULES, LogitRules(bias=((1, 2.0),)), LogitRules(repetition_penalty=1.5))
+"""Without effect on the tokens of the reference worker, which checks that it is told what they look back at."""
 
 
 class Violation(Exception):
@@ -61,6 +67,20 @@ class Job:
     """Worker losses since its last token."""
     cached: int | None = None
     """Cached tokens, once it started."""
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
+
+    def expected_logprobs(self) -> bytes:
+        """Of the tokens received beyond those given."""
+        prompt, given = tuple(self.request.prompt.tolist()), len(self.request.output)
+        ends = range(given + 1, len(self.received) + 1)
+        return b"".join(logprobs_entry((*prompt, *self.received[:end]), self.request.logprobs) for end in ends)
+
+    def expected_prompt_logprobs(self) -> bytes:
+        """Of all tokens of the prompt that were not received before."""
+        prompt = tuple(self.request.prompt.tolist())
+        ends = range(max(1, self.request.prompt_logprobs_received) + 1, len(prompt) + 1)
+        return b"".join(logprobs_entry(prompt[:end], self.request.prompt_logprobs) for end in ends)
 
 
 @dataclass
@@ -94,6 +114,10 @@ class Simulation:
         self.late: deque[tuple[int, StepResult]] = deque()
         self.submitted = 0
         self.ends: dict[int, FinishReason | TandemError] = {}
+        self.requeued: list[tuple[int, RequeueCause]] = []
+        """Who went back to the queue, as the clients were told."""
+        self.num_tokens = 0
+        """All tokens that clients got."""
         self.faults = 0
         """Rows whose K/V a machine's fault made NaN, each good for one failed request."""
         for group in range(len(pools)):
@@ -137,14 +161,24 @@ class Simulation:
             if job.cached is not None or not 0 <= cached < len(job.request.prompt) + len(job.received):
                 raise Violation(f"request {key} started with {cached} cached tokens, before: {job.cached}")
             job.cached = cached
-        for key, token in zip(outputs.keys.tolist(), outputs.token_ids.tolist(), strict=True):
+        self.requeued += [(key, cause) for key, cause in outputs.requeued if key in self.jobs]
+        self.num_tokens += len(outputs.keys)
+        for key, entries in outputs.prompt_logprobs:
+            self.jobs[key].prompt_logprobs += entries
+        sizes, entries = outputs.logprobs.sizes.tolist() or [0] * len(outputs.keys), outputs.logprobs.entries
+        for key, token, size in zip(outputs.keys.tolist(), outputs.token_ids.tolist(), sizes, strict=True):
             job = self.jobs[key]
             job.received.append(token)
+            job.logprobs, entries = job.logprobs + entries[:size], entries[size:]
+            if job.prompt_logprobs != job.expected_prompt_logprobs():
+                raise Violation(f"request {key} got a token before the logprobs of its prompt")
             job.losses = 0
             if job.cached is None:
                 raise Violation(f"request {key} got a token before it started")
             if tuple(job.received) != job.expected[: len(job.received)]:
                 raise Violation(f"request {key} got {job.received}, expected {job.expected}")
+        if entries:
+            raise Violation("logprobs of no token")
         for ended in outputs.ended:
             self._end(self.jobs.pop(ended.key), ended.how)
             self.ends[ended.key] = ended.how
@@ -161,6 +195,8 @@ class Simulation:
                 raise Violation(f"request {job.request.key} was quarantined after {job.losses} losses")
         elif how is not job.how or tuple(job.received) != job.expected:
             raise Violation(f"request {job.request.key} ended {how} with {job.received}, expected {job.expected}")
+        elif job.logprobs != job.expected_logprobs():
+            raise Violation(f"request {job.request.key} did not get each token's logprobs once")
 
     # What the engine and the workers do.
 
@@ -297,6 +333,7 @@ class Simulation:
             raise Violation(f"requests without end: {sorted(self.jobs)}")
         self.core.check_invariants()
         load = self.core.load()
+        assert load.counters.sampled_tokens == self.num_tokens
         assert load.queued == 0 and not self.core._life.by_key and not self.core._life.by_id
         for rest in load.groups:
             assert rest.running == 0 and rest.free_blocks == rest.total_blocks

@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler_svc.core import RequeueCause
 from shared.errors import RequestFailed
 from shared.types import FinishReason, StepResult
 from tests.core.reference_worker import POISON
@@ -96,6 +97,7 @@ def test_the_sequences_of_a_lost_worker_go_on_elsewhere_ahead_of_later_ones() ->
         simulation.step(1)
     assert all(how is FinishReason.LENGTH for how in simulation.ends.values())
     assert simulation.core.load().counters.requeued == 1
+    assert simulation.requeued == [(keys[0], RequeueCause.WORKER_LOST)]
 
 
 def lose_in_flight(simulation: Simulation, killer: int) -> list[int]:
@@ -185,3 +187,5 @@ def test_who_shared_blocks_with_a_failed_request_is_computed_again(chunk: int) -
     failed = [key for key in keys if isinstance(simulation.ends[key], RequestFailed)]
     assert len(failed) == 1
     assert simulation.core.load().counters.failed_rows == 1
+    assert {cause for _, cause in simulation.requeued} <= {RequeueCause.TAINTED}
+    assert failed[0] not in dict(simulation.requeued)

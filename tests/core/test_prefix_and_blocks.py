@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.prefix import HashedBlock, PrefixMap, hash_blocks
+from tests.core.simulation import make_simulation
 
 BITS = st.lists(st.integers(0, 1), min_size=0, max_size=10)
 
@@ -106,3 +107,14 @@ def test_the_core_needs_neither_torch_nor_protobuf_nor_grpc() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_counts_of_tokens_looked_up_found_and_computed() -> None:
+    """The last block of a prompt is never taken from the cache: a token is left to compute."""
+    simulation = make_simulation()
+    for _ in range(2):
+        simulation.submit((1, 2, 3, 1, 2, 3, 1, 1), max_tokens=3)
+        simulation.settle()
+    counters = simulation.core.load().counters
+    assert (counters.prefix_queries, counters.prefix_hits) == (16, 6)
+    assert (counters.sampled_tokens, counters.scheduled_tokens) == (6, (8 + 2) + (2 + 2))

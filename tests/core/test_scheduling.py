@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core import CoreConfig, Request, Scheduler
+from scheduler_svc.core import CoreConfig, Request, RequeueCause, Scheduler
 from shared.errors import InvalidRequest, ProtocolError, QueueFull, StartupError, Unavailable
+from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import FinishReason, StepPlan, StepResult
 from shared.wire import plan_to_pb
 from tests.core.reference_worker import allowed_tokens
@@ -92,6 +93,7 @@ def test_an_urgent_head_takes_the_slot_of_the_least_important() -> None:
     assert not last_plan(simulation).admitted and len(last_plan(simulation).rows) == 1
     simulation.settle()
     assert simulation.core.load().counters.preemptions == 1
+    assert simulation.requeued == [(victim, RequeueCause.PREEMPTED)]
     assert list(simulation.ends) == [urgent, kept, victim]
 
 
@@ -161,30 +163,30 @@ def test_constrained_sequences_step_together_if_the_caller_is_patient() -> None:
 
 
 def test_nobody_waits_for_whom_the_plan_has_no_room() -> None:
-    """Three masks of 2,000 bytes fit; of five sequences the first three need not wait for the others."""
+    """Five masks of 2,000 bytes fit; of seven sequences the first five need not wait for the others."""
     config = CoreConfig(
         num_groups=1,
         vocabulary_size=16_000,
         max_model_length=64,
         block_size=16,
-        max_num_seqs=5,
+        max_num_seqs=7,
         max_num_batched_tokens=100,
-        max_plan_bytes=2 * (3 * 2016 + 5 * 24),
+        max_plan_bytes=2 * (5 * 2016 + 7 * 24),
         hash_seed=1,
     )
     core = Scheduler(config)
     core.worker_ready(0, 64)
-    for key in range(5):
+    for key in range(7):
         core.submit(Request(key, f"{key}", 0, np.arange(1, 4, dtype=np.int32), max_tokens=9, constrained=True))
         core.mask_ready(key, 0, bytes(2000))
         plan = core.schedule(0)
         assert plan is not None
         core.update(0, StepResult(plan.epoch, plan.step_id, np.array([7], dtype=np.int32)))
-    for key in range(3):
+    for key in range(5):
         assert not core.schedule(0, patient=True)
         core.mask_ready(key, 1, bytes(2000))
     plan = core.schedule(0, patient=True)
-    assert plan is not None and len(plan.masks) == 3
+    assert plan is not None and len(plan.masks) == 5
 
 
 def test_nobody_waits_where_others_decode() -> None:
@@ -317,14 +319,16 @@ def test_end_all_tells_everybody() -> None:
 def test_a_plan_stays_under_its_bytes() -> None:
     vocabulary, block_size, most = 4096, 16, 1 << 15
     config = CoreConfig(
-        num_groups=1, vocabulary_size=vocabulary, max_model_length=4096, block_size=block_size, max_num_seqs=256,
+        num_groups=1, vocabulary_size=vocabulary, max_model_length=4096, block_size=block_size, max_num_seqs=192,
         max_num_batched_tokens=1 << 14, max_plan_bytes=most, hash_seed=1,
     )  # fmt: skip
     core = Scheduler(config)
     core.worker_ready(0, 1 << 16)
     long = np.arange(4000, dtype=np.int32)
     for key in range(200):
-        core.submit(Request(key, f"{key}", 0, long[: 4000 - key % 7], max_tokens=4, constrained=key % 2 == 1))
+        rules = LogitRules(repetition_penalty=1.5, allowed=bytes(vocabulary // 8)) if key % 3 == 2 else NO_RULES
+        prompt = long[: 4000 - key % 7]
+        core.submit(Request(key, f"{key}", 0, prompt, max_tokens=4, constrained=key % 2 == 1, rules=rules))
     sizes, alive = [], set(range(200))
     while alive:
         for key in [key for key in alive if key % 2]:

@@ -4,8 +4,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shared.logit_rules import LogitRules
 from tests.core.random_runs import random_run
-from tests.core.simulation import PROMPTS, make_simulation
+from tests.core.simulation import PROMPTS, RULES, make_simulation
 
 GROUPS = st.integers(0, 1)
 
@@ -41,6 +42,10 @@ class CoreMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "tenant"]),
         priority=st.integers(0, 1),
         constrained=st.booleans(),
+        rules=st.sampled_from(RULES),
+        logprobs=st.sampled_from([None, None, 0, 1]),
+        prompt_logprobs=st.sampled_from([None, None, 2]),
+        received=st.sampled_from([0, 0, 3]),
     )
     def submit(
         self,
@@ -54,6 +59,10 @@ class CoreMachine(RuleBasedStateMachine):
         salt: str,
         priority: int,
         constrained: bool,
+        rules: LogitRules,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        received: int,
     ) -> None:
         self.simulation.submit(
             prompt[:length],
@@ -65,6 +74,10 @@ class CoreMachine(RuleBasedStateMachine):
             cache_salt=salt,
             priority=priority,
             constrained=constrained,
+            rules=rules,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_received=min(received, length),
         )
 
     @precondition(lambda self: self.simulation.jobs)

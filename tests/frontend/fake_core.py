@@ -1,6 +1,7 @@
 """The core's end of the socket with a script instead of a scheduler: says what a test or a benchmark tells it to."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,7 @@ import numpy as np
 
 from shared.framing import read_message, write_message
 from shared.pb import core_pb2
+from shared.pb.generation_pb2 import RequestStats
 from shared.wire import pack, unpack
 
 Answer = tuple[Sequence[int], core_pb2.Ended | None]
@@ -55,6 +57,7 @@ class FakeCore:
         self.masks: list[core_pb2.MaskReady] = []
         self.cancelled: list[int] = []
         self.aborted: list[str] = []
+        self.requests_ended: list[RequestStats] = []
         self.connections = 0
         self.answer_aborts = True
         self._path = path
@@ -108,6 +111,8 @@ class FakeCore:
             self.cancelled.append(message.cancel.handle)
         elif kind == "abort_by_id":
             self._abort(message.abort_by_id)
+        elif kind == "request_ended":
+            self.requests_ended.append(message.request_ended)
 
     def _abort(self, question: core_pb2.AbortById) -> None:
         self.aborted.append(question.request_id)
@@ -140,6 +145,7 @@ class FakeCore:
 
     def send_batch(self, batch: core_pb2.TokenBatch) -> None:
         """One step's outputs."""
+        batch.time_us = time.monotonic_ns() // 1000
         self._send(core_pb2.CoreMessage(tokens=batch))
 
     async def submitted(self, count: int = 1) -> list[core_pb2.Submit]:

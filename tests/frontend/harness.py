@@ -13,6 +13,7 @@ from grpc import aio
 
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.main import Frontend
+from scheduler_svc.frontend.tracing import Tracing
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
 from shared.rpc import make_channel
@@ -35,13 +36,16 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    model: Path, answer: Callable[[core_pb2.Submit], Answer] | None = None, **settings: Any
+    model: Path,
+    answer: Callable[[core_pb2.Submit], Answer] | None = None,
+    tracing: Tracing | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """A frontend that is ready, and checks at the end that every request is forgotten."""
     with tempfile.TemporaryDirectory() as scratch:
         socket = Path(scratch) / "core"
         async with FakeCore(socket, answer) as core:
-            frontend = Frontend(FrontendConfig(model, socket, **settings))
+            frontend = Frontend(FrontendConfig(model, socket, **settings), tracing)
             await frontend.start()
             await until(lambda: frontend.link.state is not None)
             async with make_channel(f"127.0.0.1:{frontend.own_port}") as channel:

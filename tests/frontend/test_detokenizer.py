@@ -145,7 +145,7 @@ def test_the_token_that_stopped_a_sample_has_no_text() -> None:
     a, b = (_id(character) for character in "ab")
     detokenizer = _detokenizer()
     detokenizer.push(a)
-    detokenizer.push_hidden(b)
+    detokenizer.push_stop(b)
     detokenizer.flush()
     assert detokenizer.take() == ("a", [a, b])
 

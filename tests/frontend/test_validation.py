@@ -24,8 +24,8 @@ def _ids(*values: int) -> pb.TokenIds:
     return pb.TokenIds(ids=values)
 
 
-def _sampling(**fields: float) -> dict[str, Any]:
-    return {"text": "a", "sampling": pb.SamplingParams(**fields)}  # type: ignore[arg-type]
+def _sampling(**fields: Any) -> dict[str, Any]:
+    return {"text": "a", "sampling": pb.SamplingParams(**fields)}
 
 
 def _stopping(**fields: Any) -> dict[str, Any]:
@@ -61,6 +61,29 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
     (_sampling(top_p=_NAN), "sampling.top_p: must be within"),
     (_sampling(min_p=-0.5), "sampling.min_p: must be within [0, 1]"),
     (_sampling(min_p=_NAN), "sampling.min_p: must be within"),
+    (_sampling(presence_penalty=2.1), "sampling.presence_penalty: must be within [-2.0, 2.0]"),
+    (_sampling(presence_penalty=_NAN), "sampling.presence_penalty: must be within"),
+    (_sampling(frequency_penalty=-2.5), "sampling.frequency_penalty: must be within"),
+    (_sampling(repetition_penalty=0), "sampling.repetition_penalty: must be within [0.01, 100.0], is 0"),
+    (_sampling(repetition_penalty=-1), "sampling.repetition_penalty: must be within"),
+    (_sampling(repetition_penalty=_NAN), "sampling.repetition_penalty: must be within"),
+    (_sampling(logit_bias={512: 1}), "sampling.logit_bias[512]: its id must be within [0, 512)"),
+    (_sampling(logit_bias={-1: 1}), "sampling.logit_bias[-1]: its id"),
+    (_sampling(logit_bias={1 << 60: 1}), f"sampling.logit_bias[{1 << 60}]: its id"),
+    (_sampling(logit_bias={3: 100.5}), "sampling.logit_bias[3]: must be within [-100.0, 100.0]"),
+    (_sampling(logit_bias={3: _NAN}), "sampling.logit_bias[3]: must be within"),
+    (_sampling(logit_bias=dict.fromkeys(range(1025), 1)), "sampling.logit_bias: has 1025 ids; at most 1024"),
+    (_sampling(bad_words=["a"] * 65), "sampling.bad_words: has 65 words; at most 64"),
+    (_sampling(bad_words=["a", ""]), "sampling.bad_words[1]: must be within [1, 128] bytes, is 0"),
+    (_sampling(bad_words=["ä" * 65]), "sampling.bad_words[0]: must be within [1, 128] bytes, is 130"),
+    (_sampling(allowed_token_ids=_ids()), "sampling.allowed_token_ids: must not be empty"),
+    (_sampling(allowed_token_ids=_ids(3, 512)), "sampling.allowed_token_ids[1]: must be within [0, 512), is 512"),
+    (
+        {**_sampling(allowed_token_ids=_ids(9)), **_stopping(min_tokens=1, stop_token_ids=[9])},
+        "sampling.allowed_token_ids: bad_words and min_tokens leave none",
+    ),
+    ({"text": "a", "output": pb.OutputParams(logprobs=21)}, "output.logprobs: must be within [0, 20], is 21"),
+    ({"text": "a", "output": pb.OutputParams(prompt_logprobs=21)}, "output.prompt_logprobs: must be within [0, 20]"),
     (_stopping(max_tokens=0), "stopping.max_tokens: must be within [1,"),
     (_stopping(max_tokens=3, min_tokens=4), "stopping.min_tokens: must be at most max_tokens, 3, is 4"),
     (_stopping(stop=["x"] * 17), "stopping.stop: has 17 strings; at most 16"),

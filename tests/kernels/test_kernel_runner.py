@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from shared.logit_rules import LogitRules
 from shared.model_config import load_model_config
 from shared.types import RowSampling, TokenMask
 from tests.kernels import COMPILED
@@ -125,6 +126,37 @@ def test_the_same_rows_again_and_again(planners: tuple[Planner, Planner], kinds:
         results.append(tokens)
     assert results[0] == results[1]
     assert results[0][2 * 7 + 1] % 2 == 1, "the mask counts"
+
+
+def test_rules_and_logprobs(planners: tuple[Planner, Planner]) -> None:
+    """Rows of all kinds in one batch, prompts in chunks; a second sequence of rules takes a slot meanwhile."""
+    rules = LogitRules(bytes([0x7F] * 38), ((3, 4), (9,)), ((5, 1.0),), 1.3, 0.4, 0.2)
+    kinds = [
+        RowSampling(temperature=0.9, seed=2, rules=rules, logprobs=2),
+        RowSampling(temperature=1.1, seed=3, logprobs=4),
+        RowSampling(temperature=0.0, rules=LogitRules(frequency_penalty=1.5), prompt_logprobs=2),
+        KINDS["narrow"],
+    ]
+    results = []
+    for planner in planners:
+        planner.open()
+        planner.next_block = 0
+        planner.logprobs.clear()
+        planner.prompt_logprobs.clear()
+        for slot, sampling in enumerate(kinds):
+            planner.admit(slot, prompt_of(14 + slot, slot), sampling)
+        tokens = []
+        for step in range(8):
+            if step == 5:
+                planner.admit(0, prompt_of(7, 50), kinds[2])
+            tokens += planner.step([(slot, min(6, planner.remaining(slot))) for slot in range(len(kinds))])
+        words = np.frombuffer(b"".join(planner.logprobs + planner.prompt_logprobs), dtype=np.int32)
+        results.append((tokens, words))
+    assert results[0][0] == results[1][0]
+    whole = np.abs(results[0][1]) < 1 << 20  # tokens and ranks: as bits of a float they would be next to 0
+    assert len(results[0][1]) == len(results[1][1]) > 100
+    assert (results[0][1][whole] == results[1][1][whole]).all()
+    np.testing.assert_allclose(*(words[~whole].view(np.float32) for _, words in results), rtol=1e-3, atol=1e-4)
 
 
 def test_a_heartbeat_changes_nothing(planners: tuple[Planner, Planner]) -> None:

@@ -25,7 +25,7 @@ def rows_of(parts: Parts) -> list[list[int]]:
     return used
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 3000) | st.just(40_000), min_size=1, max_size=12), st.sampled_from([1, 8, 512]))
 def test_parts_cover_each_row_once(lengths: list[int], kv_heads: int) -> None:
     parts = cut(lengths, kv_heads)
@@ -45,7 +45,7 @@ def test_parts_cover_each_row_once(lengths: list[int], kv_heads: int) -> None:
         assert all(start % UNIT == 0 and start < end for start, end in itertools.pairwise(bounds) if length)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 3000) | st.just(40_000), min_size=1, max_size=12), st.sampled_from([1, 8, 512]))
 def test_no_row_starts_before_a_longer_one(lengths: list[int], kv_heads: int) -> None:
     firsts = [part for part in rows_of(cut(lengths, kv_heads)) if part[2] == 0]

@@ -46,7 +46,7 @@ def test_decode_rows() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=20), st.integers(0, 150), st.integers(0, 4), st.integers())
 def test_mixed_rows(counts: list[int], token_padding: int, row_padding: int, seed: int) -> None:
     """A count of 0 stands for a row that feeds back its slot's last sampled token."""

@@ -54,7 +54,7 @@ def scores(logits: Tensor, sampling: SlotSampling) -> Tensor:
     """[N, V] float64: what a row takes the argmax of."""
     logits = logits.double().cpu() / sampling.temperature.double().cpu()[:, None]
     top_k, top_p, min_p = (x.cpu() for x in (sampling.top_k.long(), sampling.top_p, sampling.min_p))
-    kept = filter_logits(logits, top_k, top_p, min_p)
+    kept = filter_logits(logits, top_k, top_p, min_p, logits.shape[1])
     keys = row_keys(sampling.seeds.cpu().numpy().view(np.uint64), sampling.positions.cpu().numpy().astype(np.int64))
     return kept - exponential(torch_noise_bits(keys, 0, logits.shape[1]), torch.float64).log()
 

@@ -92,10 +92,18 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     finish: pb.Finish | None = None
     usage: pb.Usage | None = None
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    echo: pb.EchoedPrompt | None = None
 
     def add(self, response: pb.GenerateResponse) -> None:
         """Appends one delta."""
         assert self.finish is None, "a delta after the last one"
+        assert not (self.token_ids and response.prompt_logprobs), "the prompt after the output"
+        assert len(response.logprobs) in (0, len(response.token_ids)), "logprobs of other tokens"
+        self.logprobs += response.logprobs
+        self.prompt_logprobs += response.prompt_logprobs
+        self.echo = response.echo if response.HasField("echo") else self.echo
         self.text += response.text
         self.token_ids += response.token_ids
         if response.HasField("finish"):

@@ -110,7 +110,7 @@ class Wire:
         self.plans: list[StepPlan] = []
         self._expected = 1
         self._engine = engine
-        self._link = engine._links[0]
+        self._link = engine.links[0]
         self._link.send = self._send  # type: ignore[method-assign]
         engine.described(0, EIGHT_TOKENS)
         self._send(engine.opened(0, EIGHT_TOKENS))

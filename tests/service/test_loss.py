@@ -123,6 +123,23 @@ def test_a_blocked_event_loop_is_noticed(service: Tandem) -> None:
     survives(service, requests(6), send(service.processes("rank")[0], BLOCK))
 
 
+def test_a_stop_of_the_whole_host_is_no_process_s_fault(service: Tandem) -> None:
+    """As when a virtual machine is paused: all stand still for longer than the timeout, and none is replaced."""
+
+    def pause() -> None:
+        family = service.everyone()
+        for process in family:
+            process.suspend()
+        time.sleep(2 * STEP_TIMEOUT_S)
+        for process in family:
+            process.resume()
+
+    before = service.everyone()
+    survives(service, requests(4, 400), pause)
+    time.sleep(2 * STEP_TIMEOUT_S)
+    assert service.everyone() == before
+
+
 def test_a_worker_told_to_stop_is_drained(service: Tandem) -> None:
     survives(service, requests(6), send(service.processes("launcher")[0], signal.SIGTERM))
 

@@ -208,7 +208,7 @@ def test_a_second_ctrl_c_waits_for_no_stream_and_leaves_nothing_either(tmp_path:
             service.process.wait(1)
         service.process.send_signal(signal.SIGINT)
         assert service.process.wait(10) == 0
-        _, told = generate.communicate(timeout=10)
+        _, told = generate.communicate(timeout=30)  # it waits for another server first
         assert generate.returncode == 1 and told.startswith("tandem: "), told
     assert psutil.wait_procs(family, timeout=2)[1] == []
     assert list(files.iterdir()) == []

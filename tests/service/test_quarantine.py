@@ -10,7 +10,7 @@ from grpc import aio
 from shared.pb import generation_pb2 as pb
 from tests.service.tandem_process import Output, follow, generate_all, running, until_idle
 
-POISON = 1000
+POISON = 1535
 HOOK = f"""
 import os, signal, sys
 
@@ -54,6 +54,7 @@ def test_one_request_kills_every_worker_and_its_neighbours_go_on(tmp_path: Path)
     arguments = ["--dtype", "float64", "--kv-cache-memory", "64", "--step-timeout", "5"]
     with running(tmp_path / "log", *arguments, PYTHONPATH=path) as service:
         expected = asyncio.run(generate_all(service.endpoint, innocent))
+        assert not any(POISON in output.token_ids for output in expected), "replayed tokens are part of a plan"
         end, outputs = asyncio.run(scenario(service.endpoint))
         assert isinstance(end, aio.AioRpcError) and end.code() is grpc.StatusCode.INTERNAL
         assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]

@@ -133,9 +133,10 @@ def test_end_of_sequence_is_the_union_of_all_three_files(tmp_path: Path) -> None
 
 
 def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
-    generation = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    generation = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     defaults = load_model_config(folder(tmp_path, BASE, generation_config=generation)).sampling_defaults
     assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.min_p) == (0.6, 20, 0.95, 0.0)
+    assert defaults.repetition_penalty == 1.05
 
 
 @pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])

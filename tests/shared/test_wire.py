@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import wire
+from shared.logit_rules import LogitRules
 from shared.pb import worker_pb2
 from shared.types import Admission, RowSampling, StepPlan, StepResult, TokenMask
 
@@ -21,6 +22,15 @@ def arrays(columns: int = 0):
     return st.lists(row, max_size=5).map(lambda rows: np.array(rows, dtype=np.int32).reshape(shape))
 
 
+rules = st.builds(
+    LogitRules,
+    allowed=st.binary(max_size=4),
+    bad_words=st.lists(st.lists(int32, max_size=3).map(tuple), max_size=3).map(tuple),
+    bias=st.lists(st.tuples(int32, float32), max_size=3).map(tuple),
+    repetition_penalty=float32,
+    frequency_penalty=float32,
+    presence_penalty=float32,
+)
 samplings = st.builds(
     RowSampling,
     temperature=float32,
@@ -30,6 +40,9 @@ samplings = st.builds(
     seed=uint64,
     min_tokens=uint32,
     suppressed_ids=st.lists(int32, max_size=3).map(tuple),
+    rules=rules,
+    logprobs=st.none() | uint32,
+    prompt_logprobs=st.none() | uint32,
 )
 admissions = st.builds(
     Admission,
@@ -39,6 +52,8 @@ admissions = st.builds(
     known_length=uint32,
     block_ids=arrays(),
     sampling=samplings,
+    cached_ids=arrays(),
+    prompt_logprobs_from=uint32,
 )
 plans = st.builds(
     StepPlan,
@@ -59,6 +74,8 @@ results = st.builds(
     failed_rows=arrays(),
     draining=st.booleans(),
     step_time_us=uint32,
+    logprobs=st.binary(max_size=9),
+    prompt_logprobs=st.binary(max_size=9),
 )
 
 
@@ -97,12 +114,20 @@ def test_integers_travel_little_endian_whatever_the_machine() -> None:
     assert wire.pack(np.array([1, -2], dtype=np.int32)) == b"\x01\x00\x00\x00\xfe\xff\xff\xff"
 
 
+def _ruled(**rules: bytes) -> worker_pb2.StepPlan:
+    sampling = worker_pb2.RowSampling(rules=worker_pb2.LogitRules(**rules))
+    return worker_pb2.StepPlan(admitted=[worker_pb2.Admission(sampling=sampling)])
+
+
 @pytest.mark.parametrize(
     "message",
     [
         worker_pb2.StepPlan(rows=b"\0" * 8),
         worker_pb2.StepPlan(grown=b"\0" * 4),
         worker_pb2.StepPlan(token_ids=b"\0" * 3),
+        _ruled(bad_words=wire.pack(np.array([3, 1, 2], dtype=np.int32))),
+        _ruled(bad_words=wire.pack(np.array([-1], dtype=np.int32))),
+        _ruled(bias_ids=b"\0" * 8, bias_values=b"\0" * 4),
     ],
 )
 def test_a_ragged_list_is_a_value_error(message: worker_pb2.StepPlan) -> None:

@@ -47,6 +47,10 @@ class Planner:
     step_id: int = 0
     next_block: int = 0
     admitted: list[Admission] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    """Of each step."""
+    prompt_logprobs: list[bytes] = field(default_factory=list)
+    """Of each step."""
 
     def open(self) -> None:
         """A new epoch."""
@@ -61,13 +65,24 @@ class Planner:
         sampling: RowSampling = GREEDY,
         output: list[int] | None = None,
         cached: list[int] | None = None,
+        prompt_logprobs_from: int = 1,
     ) -> None:
         """With the next plan; `cached` are blocks that hold the first tokens."""
         known, blocks = [*prompt, *(output or [])], cached or []
         length = len(blocks) * BLOCK
         self.sequences[slot] = Sequence(known, len(known), length, list(blocks))
+        told = known[:length] if sampling.rules.looks_back else []
         self.admitted.append(
-            Admission(slot, len(prompt), length, len(known), np.array(blocks, dtype=np.int32), sampling)
+            Admission(
+                slot,
+                len(prompt),
+                length,
+                len(known),
+                np.array(blocks, dtype=np.int32),
+                sampling,
+                np.array(told, dtype=np.int32),
+                prompt_logprobs_from,
+            )
         )
 
     def plan(self, rows: list[tuple[int, int]], masks: tuple[TokenMask, ...] = (), zeroed: tuple[int, ...] = ()):
@@ -103,7 +118,10 @@ class Planner:
     def step(self, rows: list[tuple[int, int]], **more: Any) -> list[int]:
         """Runs one plan; the tokens that it sampled. Failed rows give -1."""
         plan, sampling = self.plan(rows, **more)
-        tokens, failed = self.runner.step(plan).to_host()
+        given = self.runner.step(plan).to_host()
+        tokens, failed = given.token_ids, given.failed_rows
+        self.logprobs.append(given.logprobs)
+        self.prompt_logprobs.append(given.prompt_logprobs)
         assert len(tokens) == len(sampling)
         for slot, token in zip(sampling, tokens.tolist(), strict=True):
             self.sequences[slot].tokens.append(token)

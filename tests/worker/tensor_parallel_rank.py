@@ -7,11 +7,14 @@ tokens per sequence and spec, and what messages it had from rank 0.
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shared.logit_rules import LogitRules
+from shared.logprobs import entry_bytes, read_entry
 from shared.types import RowSampling
 from tests.worker.planner import GREEDY, Planner, make_runner
 from worker_svc.parallel import TensorParallel, join
@@ -20,18 +23,41 @@ SAMPLINGS = (
     GREEDY,
     RowSampling(temperature=1.2, seed=3),
     RowSampling(temperature=1.4, top_k=30, top_p=0.97, min_p=0.01, seed=4, min_tokens=5, suppressed_ids=(0, 200)),
+    RowSampling(
+        temperature=1.1,
+        seed=5,
+        rules=LogitRules(bytes([0x77] * 42), ((1, 2), (240,)), ((5, 2.0), (245, 3.0)), 1.4, 0.5, 0.2),
+        logprobs=3,
+        prompt_logprobs=2,
+    ),
 )
+LENGTHS = (5, 40, 23, 30)
 
 
-def outputs(model: str, group: TensorParallel, **settings: Any) -> list[list[int]]:
-    """Twenty tokens of three sequences of different kinds, whose prompts are chunked beside decode rows."""
+def outputs(model: str, group: TensorParallel, **settings: Any) -> list[list[Any]]:
+    """Twenty tokens of sequences of different kinds, whose prompts are chunked beside decode rows, and logprobs."""
     planner = Planner(make_runner(Path(model), group, **settings))
-    lengths = (5, 40, 23)
+    vocabulary = planner.runner.batch.limits.vocabulary_size
     for slot, sampling in enumerate(SAMPLINGS):
-        planner.admit(slot, random.Random(slot).choices(range(250), k=lengths[slot]), sampling)
+        allowed = sampling.rules.allowed[: -(-vocabulary // 8)]
+        fitting = replace(sampling, rules=replace(sampling.rules, allowed=allowed))
+        planner.admit(slot, random.Random(slot).choices(range(250), k=LENGTHS[slot]), fitting)
     while planner.sequences[1].tokens[40:][19:] == []:
-        planner.step([(slot, min(8, planner.remaining(slot))) for slot in range(3)])
-    return [planner.sequences[slot].tokens[lengths[slot] :][:20] for slot in range(3)]
+        planner.step([(slot, min(8, planner.remaining(slot))) for slot in range(len(SAMPLINGS))])
+    tokens = [planner.sequences[slot].tokens[length:][:20] for slot, length in enumerate(LENGTHS)]
+    told = [
+        rounded(b"".join(data)[start : start + entry_bytes(num_top)])
+        for data, num_top in ((planner.logprobs, 3), (planner.prompt_logprobs, 2))
+        for start in range(0, sum(map(len, data)), entry_bytes(num_top))
+    ]
+    return [*tokens, told]
+
+
+def rounded(data: bytes) -> list[float]:
+    """An entry: sums over two parts of a vocabulary differ in the last bit."""
+    entry = read_entry(data)
+    top = [number for token, logprob in entry.top for number in (token, round(logprob, 4))]
+    return [round(entry.logprob, 4), entry.rank, *top]
 
 
 def messages(group: TensorParallel) -> list[bytes]:

@@ -20,6 +20,7 @@ from tests.worker.worker_harness import (
 from worker_svc.config import WorkerConfig
 from worker_svc.progress import Progress
 from worker_svc.serve import SERVICE, WorkerServer
+from worker_svc.stats import no_stats
 
 
 def test_draining() -> None:
@@ -74,7 +75,7 @@ def test_calls_are_answered_during_a_step_and_a_stuck_one_is_told() -> None:
 
 def test_nothing_is_served_before_the_group_is_warm() -> None:
     async def test() -> None:
-        server = WorkerServer(WorkerConfig("unused", port=0), Progress(np.zeros((1, 3)), 0))
+        server = WorkerServer(WorkerConfig("unused", port=0), Progress(np.zeros((1, 3)), 0), no_stats())
         channel = make_channel(f"127.0.0.1:{await server.start()}")
         running = Worker(server, channel, ScriptedGroup(Progress(np.zeros((1, 3)), 0)))
         assert await running.health("readiness") == await running.health("") == "NOT_SERVING"

@@ -33,6 +33,8 @@ def inputs(rows: int, **given: Any) -> SamplingInputs:
         seeds=column("seeds", 0, np.uint64),
         suppressed=np.zeros((0, 2), dtype=np.int32),
         masks=(),
+        ruled=np.zeros(rows, dtype=bool),
+        logprobs=np.full(rows, -1),
     )
 
 
@@ -148,7 +150,9 @@ def naive_filter(p: list[float], top_k: int, top_p: float, min_p: float) -> set[
 
 def kept(p: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
     one = [torch.tensor([value]) for value in (top_k, top_p, min_p)]
-    filtered = filter_logits(logits_of(p), *(x.double() if x.is_floating_point() else x for x in one))
+    filtered = filter_logits(
+        logits_of(p), *(x.double() if x.is_floating_point() else x for x in one), most=top_k or len(p)
+    )
     return set(filtered[0].isfinite().nonzero()[:, 0].tolist())
 
 

@@ -117,6 +117,26 @@ def test_a_failed_step_ends_the_epoch_with_its_message() -> None:
     run(test)
 
 
+def test_a_group_that_opens_no_epoch_any_more_ends_its_process() -> None:
+    """As on a GPU after an illegal access, where all that follows fails: a worker that stays takes requests to fail."""
+
+    async def test(worker: Worker) -> None:
+        ending = asyncio.create_task(worker.server.until_stopped(asyncio.Event()))
+        stream = Stream(worker)
+        await stream.send()
+        await stream.read()
+        worker.group.broken = True
+        for epoch in (2, 3):
+            again = Stream(worker, epoch=epoch)
+            await again.send()
+            code, details = await again.ended()
+            assert code is StatusCode.INTERNAL and "an illegal address" in details
+        with pytest.raises(RuntimeError, match="an illegal address"):
+            await asyncio.wait_for(ending, 5)
+
+    run(test)
+
+
 def test_a_step_begins_while_those_before_it_run() -> None:
     """As on a GPU, where a plan's results are ready long after it was launched; silence meanwhile ends nothing."""
 

@@ -22,6 +22,7 @@ from shared.wire import plan_to_pb, result_from_pb
 from worker_svc.config import WorkerConfig
 from worker_svc.progress import Progress
 from worker_svc.serve import WorkerServer
+from worker_svc.stats import no_stats
 
 DESCRIPTION = WorkerDescription("f", "m", "float64", 16, 8, 64, 300, (1,), 1, 4, 64, "0", "torch")
 PROMPT = np.arange(5, dtype=np.int32)
@@ -38,7 +39,7 @@ DECODE = np.array([[0, 1, 0]], dtype=np.int32)
 
 class ScriptedGroup:
     """Records its commands; steps wait while `gate` is closed and raise `error` where one is set, results wait while
-    `results` is closed, and that of step `failing` raises."""
+    `results` is closed, and that of step `failing` raises. No epoch opens once it is `broken`."""
 
     def __init__(self, progress: Progress) -> None:
         self.commands: list[Any] = []
@@ -48,10 +49,13 @@ class ScriptedGroup:
         self.results.set()
         self.error: Exception | None = None
         self.failing = 0
+        self.broken = False
         self._progress = progress
 
     def open_epoch(self) -> None:
         self.commands.append("open")
+        if self.broken:
+            raise RuntimeError("an illegal address")
 
     def step(self, message: worker_pb2.StepPlan) -> Callable[[], StepResult]:
         self.commands.append((message.epoch, message.step_id))
@@ -121,7 +125,7 @@ async def worker(model: Path | None = None, **settings: Any) -> AsyncIterator[Wo
     values = {"port": 0, "dtype": "float64", "block_size": 16, "num_kv_blocks": 32, "max_num_seqs": 4, **settings}
     config = WorkerConfig(str(model), **values)
     progress = Progress(np.zeros((1, 3)), 0)
-    server = WorkerServer(config, progress)
+    server = WorkerServer(config, progress, no_stats())
     port = await server.start()
     watch = asyncio.create_task(server.watch())
     group = ScriptedGroup(progress)

@@ -13,7 +13,7 @@ from torch import Tensor
 MAX_TOP_K = 64
 TOP = tl.constexpr(MAX_TOP_K)
 TILE = 1024  # logits at a time
-GREEDY_BELOW = tl.constexpr(1e-5)  # as runner.sampling_state: temperatures that would overflow float32 logits
+GREEDY_BELOW = tl.constexpr(1e-5)  # as step_inputs: temperatures that would overflow float32 logits
 LOG2_E = tl.constexpr(1.4426950408889634)
 _PROGRAMS = 2048  # enough to fill a GPU
 

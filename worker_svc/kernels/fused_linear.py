@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.kernels.launch import dot, launch_options, offset_after_previous, release_next, row_stride
+from worker_svc.kernels.launch import (
+    dot,
+    launch_options,
+    load_inside,
+    offset_after_previous,
+    release_next,
+    row_stride,
+)
 
 MAX_ROWS = 32
 _MAX_ROWS_NORMED = 8  # every program norms all rows: for more of them a kernel of its own is faster
@@ -149,11 +156,11 @@ def _fused_linear_kernel(
     square = tl.zeros([_WARPS, ROWS], tl.float32)
     for start in tl.range(0, inputs, INPUTS, num_stages=STAGES):
         inside = column < inputs - start
-        weight = _load(weight_ptr + offset + start, inside[:, None, :], WHOLE_TILES)
+        weight = load_inside(weight_ptr + offset + start, inside[:, None, :], WHOLE_TILES)
         if GATED:
-            up = _load(up_ptr + offset + start, inside[:, None, :], WHOLE_TILES)
+            up = load_inside(up_ptr + offset + start, inside[:, None, :], WHOLE_TILES)
         if NORM:
-            norm = _load(norm_ptr + start + column, inside, WHOLE_TILES).to(tl.float32)
+            norm = load_inside(norm_ptr + start + column, inside, WHOLE_TILES).to(tl.float32)
         x_mask = (row < rows)[None, None, :]
         if not WHOLE_TILES:
             x_mask = x_mask & inside[:, :, None]
@@ -177,12 +184,3 @@ def _fused_linear_kernel(
     if ADD:
         y += tl.load(target, mask=mask, other=0).to(tl.float32)
     tl.store(target, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load(source: tl.tensor, mask: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
-    """Without a mask where all is there."""
-    if WHOLE:
-        return tl.load(source)
-    else:
-        return tl.load(source, mask=mask, other=0)

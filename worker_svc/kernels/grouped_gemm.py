@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.kernels.expert_groups import Groups
-from worker_svc.kernels.launch import dot, launch_options, release_next, row_stride, wait_for_previous
+from worker_svc.kernels.launch import dot, launch_options, load_inside, release_next, row_stride, wait_for_previous
 from worker_svc.kernels.routing import Routed
 
 
@@ -87,14 +87,6 @@ def _launch(
 
 
 @triton.jit
-def _load(pointers: tl.tensor, inside: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
-    if WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0)
-
-
-@triton.jit
 def _grouped_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -138,10 +130,10 @@ def _grouped_kernel(
     WHOLE: tl.constexpr = INPUTS % BLOCK_INPUTS == 0
     for start in range(0, INPUTS, BLOCK_INPUTS):
         inside = start + column < INPUTS
-        x = _load(x_at + start, inside[:, None], WHOLE)
-        total += dot(_load(weight_at + start, inside[None, :], WHOLE), x)
+        x = load_inside(x_at + start, inside[:, None], WHOLE)
+        total += dot(load_inside(weight_at + start, inside[None, :], WHOLE), x)
         if GATED:
-            total_up += dot(_load(weight_at + OUTPUTS * INPUTS + start, inside[None, :], WHOLE), x)
+            total_up += dot(load_inside(weight_at + OUTPUTS * INPUTS + start, inside[None, :], WHOLE), x)
     if GATED:
         total = total * tl.sigmoid(total) * total_up
         target = place

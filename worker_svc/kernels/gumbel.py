@@ -27,8 +27,9 @@ def gumbel_candidates(
 ) -> Tensor:
     """The best candidates of plain rows, [chunks, N] int64.
 
-    `logits` [N, tokens of this rank], whose first is `first_token`; bfloat16 or float32; padding cut off. `slots` [N]
-    int32, -1 for no row. Ranks concatenate what each returns before choose.choose_tokens.
+    `logits` [N, tokens of this rank], whose first is `first_token`; bfloat16 or float32; -infinity where they are
+    padding, which all ranks need to bring as many candidates. `slots` [N] int32, -1 for no row. Ranks concatenate what
+    each returns before choose.choose_tokens.
     """
     rows, columns = logits.shape
     chunks = num_chunks(rows, columns)

@@ -2,7 +2,8 @@
 
 Programmatic dependent launch (compute capability 9.0) starts a kernel while the one before it still runs, and as all
 release the next one at once, several may be under way. So before a kernel waits it may read only what none of the last
-few wrote, such as weights, and write nothing.
+few wrote, such as weights, and write nothing. Behind a kernel that was launched without it, which starts when all
+before has ended, that is all but what this kernel reads and writes.
 """
 
 import os
@@ -62,6 +63,15 @@ def dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def load_inside(source: tl.tensor, inside: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
+    """Zero where it is not inside; without a mask where all is."""
+    if WHOLE:
+        return tl.load(source)
+    else:
+        return tl.load(source, mask=inside, other=0)
 
 
 @triton.jit

@@ -51,7 +51,8 @@ def most_parts(num_rows: int, num_kv_heads: int) -> int:
 
 def cut_rows(table_rows: Tensor, lengths: Tensor, num_kv_heads: int, *, pdl: bool = False) -> Parts:
     """`table_rows` [R] int32: the block table of each row, -1 for a row without tokens; `lengths` [any] int32: tokens
-    of each table. Both must be older than the kernel before.
+    of each table. With `pdl` it reads, and writes what it gives, before it waits: the kernel before must be one that
+    starts when all before has ended, as prepare.prepare_decode does, and must not write any of this.
 
     No part is longer than all contexts together over P - R, but for rounding up to units and to keep to MAX_SPLITS: so
     P parts suffice. A row without tokens has one part. Rows of equal parts keep their order.

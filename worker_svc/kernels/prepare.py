@@ -43,7 +43,11 @@ class TokenInputs:
 def prepare_decode(
     slots: Tensor, state: SlotState, block_size: int, *, out: TokenInputs, seq_lens: Tensor, pdl: bool = False
 ) -> None:
-    """One token per row, the last sampled one of its slot. `slots` and `seq_lens` [R] int32; `out` of R tokens."""
+    """One token per row, the last sampled one of its slot. `slots` and `seq_lens` [R] int32; `out` of R tokens.
+
+    The first kernel of a step. With `pdl` the next one starts beside it, but it starts itself when all before has
+    ended: so the next one may read what earlier steps wrote, and write where they read, before it waits.
+    """
     rows = slots.shape[0]
     _decode_kernel[(triton.cdiv(rows, BLOCK),)](
         slots,
@@ -58,8 +62,8 @@ def prepare_decode(
         row_stride(state.block_tables),
         BLOCK_SIZE=block_size,
         BLOCK=BLOCK,
+        PDL=pdl,
         num_warps=4,
-        **launch_options(pdl),
     )
 
 
@@ -104,7 +108,6 @@ def _decode_kernel(
     release_next(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    wait_for_previous(PDL)
     slot = tl.load(slots_ptr + row, mask=inside, other=-1)
     valid = slot >= 0
     length = tl.load(lengths_ptr + slot, mask=valid, other=0)

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 
-def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, most: int) -> Tensor:
     """[N, V] logits over temperature, with -infinity where a token is not kept; top_k 0, top_p 1, min_p 0 keep all.
 
     top_p counts the distribution renormalised over the top k and keeps the token that crosses it; min_p is relative
-    to the most likely token. At least one token of a row is kept.
+    to the most likely token. At least one token of a row is kept. `most` is the largest top_k, or the vocabulary's size
+    where one is 0: read from the device, it would have to be waited for.
     """
     vocabulary = logits.shape[-1]
     limits = torch.where(top_k == 0, vocabulary, top_k).clamp(max=vocabulary)
-    ordered = logits.topk(int(limits.max()), dim=-1).values  # [N, K], descending
+    ordered = logits.topk(min(most, vocabulary), dim=-1).values  # [N, K], descending
     within = torch.arange(ordered.shape[-1], device=logits.device) < limits[:, None]
     p = ordered.masked_fill(~within, -torch.inf).softmax(-1)
     before = torch.where(top_p[:, None] < 1, p.cumsum(-1) - p, 0)  # a rounded sum must not cut where top_p is off

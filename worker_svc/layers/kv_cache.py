@@ -34,6 +34,16 @@ class KVCache:
         self._memory = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = [LayerCache(layer[0], layer[1]) for layer in self._memory]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._memory.device
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self._memory.nbytes
+
     def zero(self, block_ids: IntArray) -> None:
         """Fills blocks with zeros in every layer."""
         if len(block_ids):

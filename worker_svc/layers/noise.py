@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker_svc.layers.transfer import to_device
+
 UInts = NDArray[np.uint32]
 
 _FIRST, _SECOND = 0x21F0AAAD, 0xD35A2D97
@@ -46,7 +48,7 @@ def noise_bits(keys: tuple[UInts, UInts], indices: UInts) -> UInts:
 
 def torch_noise_bits(keys: tuple[UInts, UInts], start: int, count: int, device: torch.device | None = None) -> Tensor:
     """noise_bits of the indices start to start + count, the bits as int32."""
-    first, second = (torch.from_numpy(key.view(np.int32))[:, None].to(device) for key in keys)
+    first, second = (to_device(key.view(np.int32)[:, None], device or torch.device("cpu")) for key in keys)
     one, two, three = (_signed(factor) for factor in _ELEMENT)  # int32 products and sums wrap
     x = (torch.arange(start, start + count, dtype=torch.int32, device=device) ^ first).mul_(one)
     x.bitwise_xor_(_shifted(x, 11)).add_(second).mul_(two)

@@ -5,16 +5,17 @@ maximum trick (Maddison et al. 2014). Common rows exchange one (value, token) pe
 all logits and decides.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shared.types import IntArray
 from worker_svc.layers.filters import filter_logits
 from worker_svc.layers.noise import exponential, row_keys, torch_noise_bits
 from worker_svc.layers.norm import wide
+from worker_svc.layers.transfer import to_device
 from worker_svc.parallel import TensorParallel
 from worker_svc.step_inputs import LongArray, SamplingInputs
 
@@ -28,10 +29,6 @@ class SampledTokens:
     failed: Tensor
     """[N] bool: the row's logits had no finite maximum."""
 
-    def to_host(self) -> tuple[IntArray, IntArray]:
-        """Token ids, and the indices of failed rows. Waits for the device."""
-        return self.token_ids.int().cpu().numpy(), self.failed.nonzero()[:, 0].int().cpu().numpy()
-
 
 class Sampler:
     """Samples on one rank, which has the logits of the tokens from `start` on."""
@@ -41,18 +38,23 @@ class Sampler:
         self._start = start
         self._vocabulary_size = vocabulary_size
 
-    def __call__(self, logits: Tensor, inputs: SamplingInputs) -> SampledTokens:
-        """`logits` [N, tokens of this rank], changed in place. Every rank calls it with the same inputs."""
+    def __call__(
+        self, logits: Tensor, inputs: SamplingInputs, rules: Callable[[Tensor], None] | None = None
+    ) -> SampledTokens:
+        """`logits` [N, tokens of this rank], changed in place; `rules` changes them too, before temperature and
+        filters. Every rank calls it with the same inputs."""
         logits = logits.to(wide(logits.dtype))
         self._restrict(logits, inputs)
-        temperature = torch.from_numpy(np.where(inputs.greedy, 1, inputs.temperature)).to(logits)
-        logits /= temperature[:, None]
+        if rules is not None:
+            rules(logits)
+        temperature = to_device(np.where(inputs.greedy, 1, inputs.temperature), logits.device)
+        logits /= temperature.to(logits.dtype)[:, None]
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         best = torch.zeros_like(logits[:, 0])
         for chosen_rows, choose in ((~inputs.filtered, self._choose_common), (inputs.filtered, self._choose_filtered)):
             rows = np.flatnonzero(chosen_rows)
             if len(rows):
-                index = torch.from_numpy(rows).to(logits.device)
+                index = to_device(rows, logits.device)
                 best[index], token_ids[index] = choose(logits[index], inputs, rows)
         failed = ~best.isfinite()
         return SampledTokens(token_ids.masked_fill(failed, 0), failed)
@@ -60,11 +62,12 @@ class Sampler:
     def _restrict(self, logits: Tensor, inputs: SamplingInputs) -> None:
         """Takes out suppressed tokens and those outside a mask."""
         end = self._start + logits.shape[1]
-        rows, tokens = torch.from_numpy(inputs.suppressed.astype(np.int64)).to(logits.device).unbind(-1)
+        rows, tokens = inputs.suppressed.T.astype(np.int64)
         here = (tokens >= self._start) & (tokens < end)
-        logits[rows[here], tokens[here] - self._start] = -torch.inf
+        rows, tokens = to_device(np.stack((rows[here], tokens[here] - self._start)), logits.device)
+        logits[rows, tokens] = -torch.inf
         for row, allowed in inputs.masks:
-            local = torch.from_numpy(~allowed[self._start : end]).to(logits.device)
+            local = to_device(~allowed[self._start : end], logits.device)
             logits[row, : len(local)].masked_fill_(local, -torch.inf)
 
     def _choose_common(self, logits: Tensor, inputs: SamplingInputs, rows: LongArray) -> tuple[Tensor, Tensor]:
@@ -82,8 +85,9 @@ class Sampler:
         if parts:
             whole = torch.cat(parts, dim=-1)[:, : self._vocabulary_size]
             limits = (inputs.top_k, inputs.top_p, inputs.min_p)
-            top_k, top_p, min_p = (torch.from_numpy(x[rows]).to(whole.device) for x in limits)
-            kept = filter_logits(whole, top_k, top_p, min_p)
+            top_k, top_p, min_p = (to_device(x[rows], whole.device) for x in limits)
+            most = int(np.where(inputs.top_k[rows] == 0, self._vocabulary_size, inputs.top_k[rows]).max())
+            kept = filter_logits(whole, top_k, top_p, min_p, most)
             values, indices = _add_noise(kept, inputs, rows, 0).max(-1)
             chosen = torch.stack((values.double(), indices.double()), dim=-1)
         best, tokens = self._group.broadcast(chosen).unbind(-1)
@@ -96,5 +100,5 @@ def _add_noise(logits: Tensor, inputs: SamplingInputs, rows: LongArray, start: i
     if len(noisy):
         keys = row_keys(inputs.seeds[rows[noisy]], inputs.positions[rows[noisy]])
         bits = torch_noise_bits(keys, start, logits.shape[1], logits.device)
-        logits[torch.from_numpy(noisy).to(logits.device)] -= exponential(bits, logits.dtype).log_()
+        logits[to_device(noisy, logits.device)] -= exponential(bits, logits.dtype).log_()
     return logits

@@ -12,7 +12,6 @@ from worker_svc.config import WorkerConfig
 from worker_svc.layers.kv_cache import KVCache, block_bytes
 from worker_svc.layers.linear import kv_heads_per_rank
 from worker_svc.layers.ops import Ops
-from worker_svc.layers.sampler import Sampler
 from worker_svc.layers.torch_ops import TorchOps
 from worker_svc.loading import fill_at_random, load_weights
 from worker_svc.model_checks import context_length, dtype_name
@@ -20,6 +19,7 @@ from worker_svc.models.qwen3 import Qwen3ForCausalLM
 from worker_svc.models.qwen3_moe import Qwen3MoeForCausalLM
 from worker_svc.parallel import TensorParallel, join
 from worker_svc.runner.batch import BatchState, Limits
+from worker_svc.runner.row_sampler import RowSampler
 from worker_svc.runner.runner import Runner, TorchRunner
 
 _log = structlog.get_logger(__name__)
@@ -142,8 +142,7 @@ def _torch_runner(
         raise StartupError(f"--kv-cache-memory {memory}: one block takes {per_block} bytes")
     cache = make_cache(config, model_config, group, num_blocks, dtype, device)
     batch = BatchState(make_limits(config, model_config, num_blocks, device))
-    sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
-    return TorchRunner(model, cache, batch, sampler, device)
+    return TorchRunner(model, cache, batch, RowSampler(model.head, batch.limits, device), device)
 
 
 def make_cache(

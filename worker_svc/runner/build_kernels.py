@@ -9,7 +9,6 @@ from worker_svc.config import WorkerConfig
 from worker_svc.layers.flash_attention import Heads, choose_flash
 from worker_svc.layers.kv_cache import block_bytes
 from worker_svc.layers.linear import kv_heads_per_rank
-from worker_svc.layers.sampler import Sampler
 from worker_svc.parallel import TensorParallel
 from worker_svc.runner.batch import BatchState
 from worker_svc.runner.build import make_cache, make_limits
@@ -17,6 +16,7 @@ from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.kernel_runner import KernelRunner
 from worker_svc.runner.lanes import Lanes
 from worker_svc.runner.programs import Programs
+from worker_svc.runner.row_sampler import RowSampler
 from worker_svc.runner.runner import CausalModel
 from worker_svc.runner.step_kernels import GpuAttention, StepKernels
 
@@ -39,8 +39,8 @@ def build_kernel_runner(
     if num_blocks <= 0:
         raise StartupError("no memory is left for K/V: lower --max-num-seqs or --max-num-batched-tokens")
     parts = RunnerParts(config, model_config, model, group, attention, num_blocks, device)
-    if not config.enforce_eager:
-        parts.programs.capture(report=group.rank == 0)
+    prepare = parts.programs.run_all if config.enforce_eager else parts.programs.capture
+    prepare(report=group.rank == 0)
     parts.kernels.update(torch.zeros(2, 1, dtype=torch.int32, device=device))  # compiles it
     return parts.runner()
 
@@ -65,7 +65,7 @@ class RunnerParts:
         self.lanes = Lanes(len(self.state.values), limits.max_num_seqs, device)
         self.kernels = StepKernels(model, self.cache, self.state, limits, attention, self.lanes.ring)
         self.programs = Programs(self.kernels, limits, mixed=attention.flash is not None)
-        self.sampler = Sampler(group, model.head.start, model_config.vocabulary_size)
+        self.sampler = RowSampler(model.head, limits, device)
         self._attention = attention
 
     def runner(self) -> KernelRunner:

@@ -1,4 +1,4 @@
-"""The batch state that a GPU keeps by slot, and how it follows the host's: one copy and one scatter per step.
+"""The batch state that a GPU keeps by slot, and how it follows the host's: one scatter in a step that changes it.
 
 Everything lies in one array of int32, so a step's changes, of whatever kind, are pairs of (index, value). Lengths and
 last tokens belong to the device once a sequence is admitted: plans run ahead of results. What is right to change is

@@ -24,7 +24,7 @@ _OPEN, _STEP, _QUIT = b"O", b"S", b"Q"
 
 
 class GroupRunner:
-    """Rank 0's runner with the other ranks behind it. Call it from one thread."""
+    """Rank 0's runner with the other ranks behind it. See step_threads.Group."""
 
     def __init__(self, runner: Runner, group: TensorParallel, progress: Progress) -> None:
         self.runner = runner
@@ -58,12 +58,20 @@ class GroupRunner:
     def _finish(self, plan: StepPlan, started: float, tokens: PendingTokens) -> StepResult:
         """The step's time counts from the end of the one before, where it was begun ahead of that."""
         try:
-            token_ids, failed_rows = tokens.to_host()
+            given = tokens.to_host()
         finally:
             self._progress.end()
         ended = time.perf_counter()
         elapsed, self._last_end = ended - max(started, self._last_end), ended
-        return StepResult(plan.epoch, plan.step_id, token_ids, failed_rows, step_time_us=int(elapsed * 1e6))
+        return StepResult(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            token_ids=given.token_ids,
+            failed_rows=given.failed_rows,
+            step_time_us=int(elapsed * 1e6),
+            logprobs=given.logprobs,
+            prompt_logprobs=given.prompt_logprobs,
+        )
 
     def close(self) -> None:
         """Ends the other ranks and the connections to them."""

@@ -4,52 +4,36 @@ The host's batch state checks plans and knows what the device holds; steps follo
 Where the same rows decode again, the device knows all of the next step: it is one launch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from shared.types import NO_INTS, IntArray, StepPlan
-from worker_svc.kernels.candidates import MAX_TOP_K
+from shared.types import StepPlan
 from worker_svc.layers.attention import TorchAttention
 from worker_svc.layers.kv_cache import KVCache
-from worker_svc.layers.sampler import Sampler
+from worker_svc.layers.transfer import to_device
 from worker_svc.runner.batch import BatchState
-from worker_svc.runner.device_state import MAX_SUPPRESSED, DeviceState
+from worker_svc.runner.device_state import DeviceState
 from worker_svc.runner.lanes import Lane, Lanes, LaneTokens
+from worker_svc.runner.launch import Launch, Logged, Others, launch_of
+from worker_svc.runner.outcome import NO_LOGPROBS, StepLogprobs, StepTokens
 from worker_svc.runner.programs import Programs
+from worker_svc.runner.prompt_logprobs import PromptChunk
+from worker_svc.runner.row_sampler import RowSampler
 from worker_svc.runner.runner import PendingTokens
 from worker_svc.runner.step_kernels import GpuAttention, StepKernels
-from worker_svc.step_inputs import LongArray, SamplingInputs, StepRows
+from worker_svc.step_inputs import LongArray, StepRows
 
 
 @dataclass(frozen=True, slots=True)
 class NoTokens:
     """Of a plan without rows. See runner.PendingTokens."""
 
-    def to_host(self) -> tuple[IntArray, IntArray]:
+    def to_host(self) -> StepTokens:
         """Nothing."""
-        return NO_INTS, NO_INTS
-
-
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """Rows that sample in a way that the kernels don't know."""
-
-    rows: LongArray
-    """Which of the step's rows."""
-    sampling: SamplingInputs
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """What runs for the rows of a step."""
-
-    bucket: tuple[int, int]
-    """Tokens and rows."""
-    narrow: bool
-    """Whether some rows sample from their top 64 tokens or fewer."""
-    others: _Others | None
+        return StepTokens()
 
 
 class KernelRunner:
@@ -63,12 +47,14 @@ class KernelRunner:
         state: DeviceState,
         kernels: StepKernels,
         programs: Programs,
-        sampler: Sampler,
+        sampler: RowSampler,
         lanes: Lanes,
     ) -> None:
         self.attention = attention.name
         self.cache = cache
         self.batch = batch
+        self.padding = 0
+        """See Runner."""
         self._state = state
         self._kernels = kernels
         self._programs = programs
@@ -77,7 +63,17 @@ class KernelRunner:
         self._device = state.values.device
         self._torch_attention = TorchAttention(self._device)
         self._flash = attention.flash is not None
-        self._last: _Launch | None = None
+        self._last: Launch | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        """See Runner."""
+        return self._programs.captured
+
+    @property
+    def graph_launches(self) -> int:
+        """See Runner."""
+        return self._programs.launches
 
     def open_epoch(self) -> None:
         """See Runner."""
@@ -85,6 +81,7 @@ class KernelRunner:
             torch.cuda.synchronize(self._device)
         self.batch.reset()
         self._state.drop_changes()
+        self._sampler.prompts.reset()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> PendingTokens:
@@ -93,23 +90,26 @@ class KernelRunner:
         self.cache.zero(rows.zeroed)
         self._state.admit(plan.admitted)
         self._state.grow(*rows.grown.T)
+        self._sampler.begin(plan.admitted, rows)
         if not len(rows.slots):
             self._update_alone()
             return NoTokens()
         launch = self._launch_of(rows)
+        self.padding += launch.padding
         lane = self._lanes.take()
         try:
             self._update(lane)
-            self._run(rows, launch)
+            prompt = self._run(rows, launch)
             self._lanes.delivered()
             if launch.others is not None:
                 self._sample_others(launch.others)
                 lane.sampled.copy_(self._kernels.sampled, non_blocking=True)
+            logprobs = self._logprobs(launch.logged, prompt)
             lane.done.record()
         except BaseException:
             self._lanes.give_back()
             raise
-        return LaneTokens(lane, self._lanes, rows.samples)
+        return LaneTokens(lane, self._lanes, rows.samples, logprobs)
 
     def _update(self, lane: Lane) -> None:
         changes = self._state.take_changes()
@@ -126,23 +126,18 @@ class KernelRunner:
         finally:
             self._lanes.give_back()
 
-    def _launch_of(self, rows: StepRows) -> _Launch:
+    def _launch_of(self, rows: StepRows) -> Launch:
         """As for the step before, where nothing that matters has changed."""
         last = self._last
         if last is None or not rows.repeated or rows.masks or last.others is not None:
             last = self._last = self._prepare(rows)
         return last
 
-    def _prepare(self, rows: StepRows) -> _Launch:
+    def _prepare(self, rows: StepRows) -> Launch:
         """Sees to it that the device gets to know the rows."""
         self._state.set_rows(rows.slots)
         bucket = self._decode_bucket(rows) if rows.decodes else self._mixed_bucket(rows)
-        sampling = self.batch.sampling(rows)
-        narrow = bool((sampling.filtered & (sampling.top_k <= MAX_TOP_K)).any())
-        others = _others(sampling)
-        if not len(others):
-            return _Launch(bucket, narrow, None)
-        return _Launch(bucket, narrow, _Others(np.flatnonzero(rows.samples)[others], sampling.select(others)))
+        return launch_of(rows, self.batch.sampling(rows), bucket, self._device)
 
     def _decode_bucket(self, rows: StepRows) -> tuple[int, int]:
         size = self._programs.decode_size(len(rows.slots))
@@ -154,30 +149,37 @@ class KernelRunner:
         self._state.set_tokens(rows.starts, rows.cu_seqlens, token_ids, bucket[1])
         return bucket
 
-    def _run(self, rows: StepRows, launch: _Launch) -> None:
+    def _run(self, rows: StepRows, launch: Launch) -> tuple[Tensor, ...]:
+        """To the tokens of the rows that the kernels can sample; logprobs of prompts."""
         if rows.decodes:
             self._programs.decode(launch.bucket[1], narrow=launch.narrow)
-            return
-        if self._flash:
-            self._programs.mixed(launch.bucket)
-        else:
-            self._kernels.mixed(*launch.bucket, self._torch_attention.prepare(self.batch.inputs(rows)))
+            return ()
+        prompt = self._mixed(rows, launch.bucket, self._sampler.prompts.chunks(rows))
         self._programs.sample(launch.bucket[1], narrow=launch.narrow)
+        return prompt
 
-    def _sample_others(self, others: _Others) -> None:
+    def _mixed(self, rows: StepRows, bucket: tuple[int, int], prompts: Sequence[PromptChunk]) -> tuple[Tensor, ...]:
+        """A graph's hidden states are overwritten by the next one, so steps that need them are launched without."""
+        if self._flash and not prompts:
+            self._programs.mixed(bucket)
+            return ()
+        attention = None if self._flash else self._torch_attention.prepare(self.batch.inputs(rows))
+        return self._sampler.prompts.compute(prompts, self._kernels.mixed(*bucket, attention))
+
+    def _logprobs(self, logged: Logged | None, prompt: tuple[Tensor, ...]) -> StepLogprobs:
+        if logged is None:
+            return StepLogprobs(prompt=prompt).sent() if prompt else NO_LOGPROBS
+        tokens = self._kernels.sampled[0, logged.rows].long()
+        logprobs = self._sampler.logprobs(self._kernels.logits[logged.rows], tokens, logged.num_top)
+        return replace(logprobs, prompt=prompt).sent()
+
+    def _sample_others(self, others: Others) -> None:
         """They take their tokens from torch instead."""
-        rows, slots = (torch.from_numpy(index).to(self._device) for index in (others.rows, others.sampling.slots))
-        sampled = self._sampler(self._kernels.logits[rows], others.sampling)
+        rows, slots = self._to_device(others.rows), self._to_device(others.sampling.slots)
+        sampled = self._sampler.sample(self._kernels.logits[rows], others.sampling)
         tokens = sampled.token_ids.int()
         self._kernels.sampled[:, rows] = torch.stack((tokens, sampled.failed.int()))
         self._state.slots.last_tokens[slots] = tokens
 
-
-def _others(sampling: SamplingInputs) -> LongArray:
-    """The sampling rows that need a whole distribution, a mask, or more suppressed tokens than the kernels know."""
-    other = sampling.filtered & ~((sampling.top_k > 0) & (sampling.top_k <= MAX_TOP_K))
-    other[[row for row, _ in sampling.masks]] = True
-    if len(sampling.suppressed):
-        other |= np.bincount(sampling.suppressed[:, 0], minlength=len(other)) > MAX_SUPPRESSED
-    rows: LongArray = np.flatnonzero(other)
-    return rows
+    def _to_device(self, values: LongArray) -> Tensor:
+        return to_device(values, self._device)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shared.types import DEPTH_LIMIT, IntArray
 from worker_svc.kernels.deliver import Ring
+from worker_svc.runner.outcome import StepLogprobs, StepTokens
 from worker_svc.step_inputs import Bools
 
 _LANES = 8
@@ -127,9 +128,13 @@ class LaneTokens:
     lanes: Lanes
     samples: Bools
     """[R]: the rows that sample."""
+    logprobs: StepLogprobs
+    """Sent before the lane is done."""
 
-    def to_host(self) -> tuple[IntArray, IntArray]:
+    def to_host(self) -> StepTokens:
         """See PendingTokens."""
-        token_ids, failed = self.lane.wait()[:, : len(self.samples)][:, self.samples]
-        self.lanes.give_back()
-        return token_ids, np.flatnonzero(failed).astype(np.int32)
+        try:
+            token_ids, failed = self.lane.wait()[:, : len(self.samples)][:, self.samples]
+        finally:
+            self.lanes.give_back()
+        return StepTokens(token_ids, np.flatnonzero(failed).astype(np.int32), *self.logprobs.pack())

@@ -32,6 +32,8 @@ class Programs:
         """`mixed`: whether steps of rows of any length can be captured."""
         self._kernels = kernels
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self.launches = 0
+        """How often a graph was launched."""
         self._rows = row_buckets(limits.max_num_seqs)
         self._mixed_rows = mixed_rows(limits.max_num_seqs)
         self._mixed = mixed_buckets(limits.max_num_batched_tokens, limits.max_num_seqs) if mixed else []
@@ -41,16 +43,27 @@ class Programs:
         """How many capture() makes."""
         return len(self._keys())
 
+    @property
+    def captured(self) -> int:
+        """How many there are: none before capture()."""
+        return len(self._graphs)
+
     @torch.inference_mode()
     def capture(self, *, report: bool) -> None:
         """Captures all graphs, the largest first: the others fit into its memory."""
         keys = self._keys()
         started = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        for key in _with_progress(keys, report):
+        for key in _with_progress("Capturing CUDA graphs", keys, report):
             self._graphs[key] = _captured(self._call(key), pool)
         if report:
             _log.info("captured CUDA graphs", graphs=len(keys), seconds=round(time.monotonic() - started, 1))
+
+    @torch.inference_mode()
+    def run_all(self, *, report: bool) -> None:
+        """In place of capture(): what every step launches is compiled."""
+        for key in _with_progress("Compiling kernels", self._keys(), report):
+            self._call(key)()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -93,9 +106,10 @@ class Programs:
         if graph is None:
             self._call(key)()
         else:
+            self.launches += 1
             graph.replay()
 
-    def _call(self, key: _Key) -> Callable[[], None]:
+    def _call(self, key: _Key) -> Callable[[], object]:
         part, size, other = key
         if part == "decode":
             return partial(self._decode, size, bool(other))
@@ -108,7 +122,7 @@ class Programs:
         self._kernels.sample(rows, narrow)
 
 
-def _captured(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+def _captured(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     """Runs it once before, for what the first call of a kernel does besides."""
     step()
     torch.cuda.synchronize()
@@ -118,7 +132,7 @@ def _captured(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _with_progress(keys: list[_Key], report: bool) -> Iterable[_Key]:
+def _with_progress(what: str, keys: list[_Key], report: bool) -> Iterable[_Key]:
     if not report or not sys.stderr.isatty():
         return keys
-    return track(keys, "Capturing CUDA graphs", console=Console(stderr=True), transient=True)
+    return track(keys, what, console=Console(stderr=True), transient=True)

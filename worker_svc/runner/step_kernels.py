@@ -73,7 +73,7 @@ class StepKernels:
         self._sampling_slots = torch.zeros(slots, dtype=torch.int32, device=device)
         self._counting = torch.arange(slots + 1, dtype=torch.int32, device=device)
         self.logits = torch.zeros(slots, weight.shape[0], dtype=weight.dtype, device=device)
-        """[S, tokens of this rank]: one row per row of the step."""
+        """[S, tokens of this rank, with its padding]: one row per row of the step."""
         self.sampled = torch.zeros(2, slots, dtype=torch.int32, device=device)
         """Token ids, and 1 where a row failed."""
 
@@ -99,8 +99,11 @@ class StepKernels:
         self._sampling_slots[:rows].copy_(slots)
         self._head(self._forward(tokens, attention))
 
-    def mixed(self, tokens: int, rows: int, attention: StepAttention | None = None) -> None:
-        """Logits of the last tokens of rows of any number. `attention` stands in where there is no FlashAttention."""
+    def mixed(self, tokens: int, rows: int, attention: StepAttention | None = None) -> Tensor:
+        """Logits of the last tokens of rows of any number; the hidden states of all, [tokens, hidden].
+
+        `attention` stands in where there is no FlashAttention.
+        """
         state = self._state
         inputs = self._first_tokens(tokens)
         row_inputs = RowInputs(
@@ -122,6 +125,7 @@ class StepKernels:
             attention = self._attention.flash.prepare(cu_seqlens, row_inputs.seq_lens, row_inputs.block_tables, tokens)
         hidden = self._forward(inputs, attention)
         self._head(hidden.index_select(0, row_inputs.last_index))
+        return hidden
 
     def sample(self, rows: int, narrow: bool) -> None:
         """Samples from the logits where a row reaches its sequence's end, takes the tokens into the state, and writes
@@ -130,7 +134,7 @@ class StepKernels:
         `narrow`: whether some rows sample from their top 64 tokens or fewer.
         """
         head, sampling, pdl = self._model.head, self._state.sampling, self._attention.pdl
-        slots, logits = self._sampling_slots[:rows], self.logits[:rows, : head.num_valid]
+        slots, logits = self._sampling_slots[:rows], self.logits[:rows]
         tokens, failed = self.sampled[0, :rows], self.sampled[1, :rows]
         candidates = gumbel_candidates(logits, slots, sampling, first_token=head.start, pdl=pdl)
         top = top_candidates(logits, slots, sampling, first_token=head.start, pdl=pdl) if narrow else None

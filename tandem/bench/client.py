@@ -1,0 +1,93 @@
+"""A process of streaming clients: `python -m tandem.bench.client ENDPOINT START CONCURRENCY OUTPUT < ITEMS`.
+
+Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `arrival` seconds after START on the system
+clock, at most CONCURRENCY at a time, and writes when their messages came; a byte on standard output for each that has
+ended. ENDPOINT may be several with commas. Prompts are folded into the model's vocabulary.
+
+OUTPUT holds arrays: `arrival`, `late` (how long after it the request was sent), `first`, `last` (system clock),
+`tokens` and `prompts` (tokens) of each stream that ended well, `gaps` between messages of a stream, `times` and
+`counts` of all messages' tokens, `errors` of the streams that failed.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import uvloop
+
+from shared.errors import TandemError
+from tandem.async_client import AsyncClient
+from tandem.bench.work import TEMPERATURE
+
+
+@dataclass(slots=True)
+class Seen:
+    """What all streams have seen so far."""
+
+    streams: list[tuple[float, float, float, float, int, int]] = field(default_factory=list)
+    """(arrival, late, first, last, tokens, prompt tokens)"""
+    gaps: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def save(self, output: str) -> None:
+        """Writes the arrays."""
+        columns = np.array(self.streams, dtype=np.float64).reshape(-1, 6).T
+        streams = dict(zip(("arrival", "late", "first", "last", "tokens", "prompts"), columns, strict=True))
+        others = {name: np.array(getattr(self, name), dtype=np.float64) for name in ("gaps", "times", "counts")}
+        np.savez(output, errors=np.array(self.errors, dtype=np.str_), **streams, **others)  # type: ignore[arg-type]
+
+
+async def main(endpoint: str, start: float, concurrency: int, output: str) -> None:
+    """Returns when every stream has ended."""
+    # Without resuming: a benchmark that hides a loss measures something else.
+    async with AsyncClient(endpoint.split(","), resume_timeout=0) as client:
+        size = (await client.model_info()).vocabulary_size
+        seen, room = Seen(), asyncio.Semaphore(concurrency)
+        items = [
+            ([token % size for token in prompt], length, start + wait) for prompt, length, wait in json.load(sys.stdin)
+        ]
+        await asyncio.gather(*(_one(client, *item, seen, room) for item in items))
+        seen.save(output)
+
+
+async def _one(
+    client: AsyncClient, prompt: list[int], length: int, arrival: float, seen: Seen, room: asyncio.Semaphore
+) -> None:
+    await asyncio.sleep(max(arrival - time.time(), 0.0))
+    waits = room.locked()
+    async with room:
+        try:
+            # One that had to wait for room arrives when there is some.
+            await _read(client, prompt, length, time.time() if waits else arrival, seen)
+        except TandemError as error:
+            seen.errors.append(f"{type(error).__name__}: {error}")
+    print(end=".", flush=True)
+
+
+async def _read(client: AsyncClient, prompt: list[int], length: int, arrival: float, seen: Seen) -> None:
+    late = time.time() - arrival
+    first = previous = 0.0
+    tokens = 0
+    stream = client.generate(
+        prompt, max_tokens=length, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=True
+    )
+    async for delta in stream:
+        now = time.time()
+        if not tokens:
+            first = now
+        else:
+            seen.gaps.append(now - previous)
+        previous = now
+        tokens += len(delta.token_ids)
+        seen.times.append(now)
+        seen.counts.append(len(delta.token_ids))
+    seen.streams.append((arrival, late, first, previous, tokens, len(prompt)))
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

@@ -1,0 +1,88 @@
+"""A client's connections to one or several endpoints, and whose turn it is.
+
+One HTTP/2 connection is one frontend process of a server, so there are several to each endpoint. Knows nothing of
+requests.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from shared.errors import TandemError
+from shared.pb import generation_pb2_grpc as rpc
+from shared.rpc import RETRY_AFTER, error_from_status
+
+C = TypeVar("C")
+Stub = Any
+"""A GenerationServiceStub: its methods are those of gRPC's synchronous or asynchronous interface."""
+
+
+class Connections(Generic[C]):
+    """Channels of type C to every endpoint, used in turn. Safe to share between threads."""
+
+    def __init__(self, endpoints: str | Sequence[str], per_endpoint: int, connect: Callable[[str], C]) -> None:
+        """Raises ValueError where there is no endpoint or no connection to it."""
+        targets = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+        if not targets or per_endpoint < 1:
+            raise ValueError("at least one endpoint and one connection to it are needed")
+        self.channels: list[C] = []
+        self._turns: list[Iterator[Stub]] = []
+        for target in targets:
+            channels = [connect(target) for _ in range(per_endpoint)]
+            self.channels += channels
+            self._turns.append(itertools.cycle([_stub(channel) for channel in channels]))
+        self._firsts = itertools.cycle(range(len(targets)))
+
+    @property
+    def endpoints(self) -> int:
+        """How many there are."""
+        return len(self._turns)
+
+    def route(self) -> Iterator[Stub]:
+        """For the attempts of one request: endpoint after endpoint for ever, beginning at another one each time."""
+        first = next(self._firsts)
+        for turn in itertools.count(first):
+            yield next(self._turns[turn % len(self._turns)])
+
+    def each(self) -> Iterator[Stub]:
+        """One stub of every endpoint."""
+        return itertools.islice(self.route(), len(self._turns))
+
+
+def _stub(channel: Any) -> Stub:
+    return rpc.GenerationServiceStub(channel)
+
+
+def error_of(error: Any) -> TandemError:
+    """The server's error; also what gRPC itself reports, as the kind that has its status code."""
+    trailers = dict(error.trailing_metadata() or ())
+    return error_from_status(error.code().value[0], error.details() or "", int(trailers.get(RETRY_AFTER, 0)))
+
+
+class Asking:
+    """One question to endpoint after endpoint: until one of them gives an answer that is good enough."""
+
+    def __init__(self, good_enough: Callable[[Any], bool]) -> None:
+        self._good_enough = good_enough
+        self._answer: Any = None
+        self._unavailable: TandemError | None = None
+
+    def is_settled_by(self, answer: Any) -> bool:
+        """Whether no other endpoint needs to be asked."""
+        self._answer = answer
+        return self._good_enough(answer)
+
+    def failed(self, error: Any) -> None:
+        """Raises what no other endpoint would judge differently."""
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise error_of(error) from None
+        self._unavailable = error_of(error)
+
+    def answer(self) -> Any:
+        """The last one. Raises Unavailable where there was none."""
+        if self._answer is None:
+            assert self._unavailable is not None, "every endpoint was asked"
+            raise self._unavailable
+        return self._answer

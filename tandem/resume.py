@@ -1,0 +1,135 @@
+"""How a request survives the loss of its server: what its caller has got, what is left to ask for, and for how long.
+
+Pure: no I/O, no clock and no randomness of its own. The streams do what it says.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from shared.errors import DeadlineExceeded, DuplicateRequest, QueueFull, TandemError, Unavailable
+from shared.pb import generation_pb2 as pb
+from tandem.values import Delta, Usage, delta_from_pb
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+
+RESUMABLE = (Unavailable, DuplicateRequest, QueueFull)
+"""Kinds after which a request that was lost is tried again: the server may hold the lost call for live until it notices
+the loss, and the queue in which it had a place may be full. Without a loss before, the last two are the caller's."""
+
+
+@dataclass(slots=True)
+class _Received:
+    """What the caller has of one sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    started: Usage | None = None
+    """From the sample's very first response: the cache of a second server says nothing of this sample."""
+    finished: bool = False
+
+    def usage(self, delta: Delta) -> Usage | None:
+        """In the last delta alone."""
+        if delta.usage is None or not self.finished:
+            return None
+        assert self.started is not None, "it is this one, if no earlier one came"
+        return replace(delta.usage, cached_tokens=self.started.cached_tokens)
+
+
+class Progress:
+    """A request with its seed, and what has been received of it."""
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        """`request` has a seed: without one the rest would be another output than the one that was begun."""
+        self._request = request
+        self._first = request.sample_index
+        self._samples = {index: _Received() for index in range(self._first, self._first + (request.n or 1))}
+        self._is_echoed = False
+        self._prompt_logprobs = 0
+        """How many the caller has."""
+        self._repeated = 0
+        """How many of them the calls that run will tell again."""
+
+    def remaining(self) -> list[pb.GenerateRequest]:
+        """What to ask for now: all at first, later each unfinished sample on its own, from its last token on."""
+        self._repeated = self._prompt_logprobs
+        if not any(sample.token_ids or sample.finished for sample in self._samples.values()):
+            return [self._request]
+        return [self._rest(index, sample) for index, sample in self._samples.items() if not sample.finished]
+
+    def _rest(self, index: int, sample: _Received) -> pb.GenerateRequest:
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.n = 1
+        request.sample_index = index
+        request.output_token_ids.ids.extend(sample.token_ids)
+        if index != self._first:
+            request.output.ClearField("prompt_logprobs")  # told once, with the first sample
+        return request
+
+    def take(self, response: pb.GenerateResponse) -> Delta:
+        """What is new in a response, as if it came from the server that was asked first."""
+        delta, sample = delta_from_pb(response), self._samples[response.index]
+        sample.token_ids += delta.token_ids
+        sample.finished = delta.finish is not None
+        sample.started = sample.started or delta.usage
+        return replace(self._of_prompt(delta), usage=sample.usage(delta))
+
+    def _of_prompt(self, delta: Delta) -> Delta:
+        """Without what has been told of the prompt before: a server tells it as long as it has sent no token."""
+        echo = None if self._is_echoed else delta.echo
+        self._is_echoed = self._is_echoed or echo is not None
+        known = min(self._repeated, len(delta.prompt_logprobs))
+        self._repeated -= known
+        self._prompt_logprobs += len(delta.prompt_logprobs) - known
+        return replace(delta, echo=echo, prompt_logprobs=delta.prompt_logprobs[known:])
+
+
+class Patience:
+    """Whether to try again, and after which pause. Times are seconds on the caller's clock."""
+
+    def __init__(self, now: float, limit: float, timeout: float | None, endpoints: int) -> None:
+        """`limit`: how long after a loss a request is given up that made no progress since, 0: at once; `timeout`: for
+        the whole request."""
+        self._deadline = None if timeout is None else now + timeout
+        self._limit = limit
+        self._untried = endpoints - 1
+        self._accepted = False
+        self._lost_since: float | None = None
+        self._pause = FIRST_PAUSE_S
+
+    def remaining(self, now: float) -> float | None:
+        """Seconds that the next attempt may take."""
+        return None if self._deadline is None else max(self._deadline - now, 0.0)
+
+    def accepted(self) -> None:
+        """A server has taken the request."""
+        self._accepted = True
+
+    def progressed(self) -> None:
+        """Something of the output has come."""
+        self._accepted = True
+        self._lost_since = None
+        self._pause = FIRST_PAUSE_S
+
+    def pause_after(self, error: TandemError, now: float, jitter: float) -> float:
+        """Seconds to wait before the next attempt; `jitter` is within [0, 1]. Raises the error where there is none.
+
+        Before any server has taken the request, every endpoint is tried once: who mistyped an address is told at once.
+        """
+        if not self._accepted:
+            if not isinstance(error, Unavailable) or not self._untried:
+                raise error
+            self._untried -= 1
+            return 0.0
+        if self._lost_since is None:
+            if not isinstance(error, Unavailable):
+                raise error
+            self._lost_since = now
+        if not isinstance(error, RESUMABLE) or now - self._lost_since >= self._limit:
+            raise error
+        pause = self._pause * (0.5 + jitter / 2)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+        if isinstance(error, QueueFull):
+            pause = max(pause, error.retry_after_ms / 1e3)
+        if self._deadline is not None and now + pause >= self._deadline:
+            raise DeadlineExceeded(f"the request's time is over; before that: {error}")
+        return pause

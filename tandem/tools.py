@@ -1,0 +1,95 @@
+"""The commands `tandem top`, `tandem bench`, `tandem batch`: for a service that runs. Parses; the work is elsewhere."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shared.errors import StartupError, TandemError
+from tandem import top
+from tandem.batch import command as batch
+from tandem.bench import command as bench
+from tandem.client import DEFAULT_ENDPOINT
+from tandem.help import USE, Command, examples
+from tandem.options import parameters, with_parameters
+from tandem.talk import connected
+
+Endpoint = Annotated[
+    str,
+    typer.Option(
+        help="host:port of a running scheduler; several with commas, if they serve the same model.",
+        envvar="TANDEM_ENDPOINT",
+    ),
+]
+
+
+def _top(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks, 0.1 to 60.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Prints one frame and ends: for scripts.")] = False,
+) -> None:
+    """Shows a running service live: throughput, latencies, K/V memory, queue, workers, latest requests.
+
+    Rates are those since the frame before, latencies those of the latest 256 requests. Ctrl-C ends it.
+    """
+    if not 0.1 <= interval <= 60:
+        raise StartupError(f"--interval {interval:g}: 0.1 to 60 is needed")
+    with connected(endpoint) as client:
+        top.run(client, endpoint, interval, once=once)
+
+
+def _bench(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    request_rate: Annotated[
+        list[float], typer.Option(help="Requests a second, at random times; inf: all at once. Repeat for more points.")
+    ] = [float("inf")],  # noqa: B006
+    json: Annotated[Path | None, typer.Option("--json", help="Writes the points here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draws the points here, as PNG; needs matplotlib.")] = None,
+    **options: Any,
+) -> None:
+    """Offers random requests to a running service, and prints how fast their clients got tokens.
+
+    Every point is a table row: tokens a second, time to the first token, gaps between messages, and goodput, the
+    requests a second that kept both goals.
+    """
+    config = bench.BenchConfig(**options)
+    if not all(rate > 0 for rate in request_rate):
+        raise StartupError("--request-rate: above 0 is needed")
+    with connected(endpoint):
+        bench.run(endpoint, config, request_rate, json, plot)
+
+
+def _batch(
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="JSON lines in OpenAI's batch format.")],
+    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Gets one JSON line a request.")],
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    **options: Any,
+) -> None:
+    """Computes a file of requests in OpenAI's batch format; goes on where it was if it is run again.
+
+    A line of INPUT has custom_id, method (POST), url (/v1/chat/completions or /v1/completions) and body; the lines of
+    OUTPUT are in the order in which they were done. Whatever kills the command, nothing is lost and nothing doubled.
+    Ends with status 1 if a request failed.
+    """
+    config = batch.BatchConfig(**options)
+    with connected(endpoint):
+        problem = batch.run(endpoint, source, target, config)
+    if problem is not None:
+        raise TandemError(problem)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    top_examples = examples("tandem top --interval 0.5", "tandem top --once")
+    app.command("top", cls=Command, rich_help_panel=USE, epilog=top_examples)(_top)
+    bench_examples = examples(
+        "tandem bench --num-prompts 200 --max-concurrency 32",
+        "tandem bench --request-rate 2 --request-rate 8 --json points.json --plot points.png",
+    )
+    app.command("bench", cls=Command, rich_help_panel=USE, epilog=bench_examples)(
+        with_parameters(_bench, parameters(bench.BenchConfig))
+    )
+    batch_examples = examples("tandem batch requests.jsonl results.jsonl")
+    app.command("batch", cls=Command, rich_help_panel=USE, epilog=batch_examples)(
+        with_parameters(_batch, parameters(batch.BatchConfig))
+    )

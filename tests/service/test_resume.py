@@ -1,0 +1,183 @@
+"""The scheduler may die, all of it: a client's streams go on when another listens on its port.
+
+The oracle is the undisturbed run, in float64. Everything is killed with the signal that no process can catch.
+"""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shared.ports import find_free
+from shared.rpc import until_serving
+from tandem import AsyncClient, Client, Delta
+from tests.service.tandem_process import running
+
+WANTED: list[tuple[Any, dict[str, Any]]] = [
+    ("It is a truth universally", {"max_tokens": 150, "temperature": 0.8, "seed": 1, "ignore_eos": True}),
+    ("It is a truth universally", {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True}),
+    (
+        [{"role": "user", "content": "Who are you?"}],
+        {"max_tokens": 120, "temperature": 1.0, "seed": 3, "min_tokens": 120, "top_k": 20},
+    ),
+    ("She said", {"max_tokens": 100, "temperature": 1.0, "seed": 4, "n": 3, "ignore_eos": True}),
+    ("It is", {"max_tokens": 400, "min_tokens": 90, "temperature": 0.9, "seed": 5, "stop": [" the ", "ing"]}),
+]
+"""Prompts and options: streams long enough to be cut, in every way that a resumed one could go wrong."""
+
+
+class Scheduler:
+    """`tandem scheduler` on a fixed port, before one worker that outlives it."""
+
+    def __init__(self, worker: str, log: Path) -> None:
+        self.endpoint = f"127.0.0.1:{find_free('127.0.0.1')}"
+        port = self.endpoint.rpartition(":")[2]
+        arguments = ["--model", "tiny", "--workers", worker, "--port", port]
+        self._command = [sys.executable, "-m", "tandem", "scheduler", *arguments]
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        """On the same port each time."""
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def ready(self) -> None:
+        """Waits until it serves."""
+        asyncio.run(asyncio.wait_for(until_serving(self.endpoint, "tandem.Active"), 30))
+
+    def kill(self) -> None:
+        """Parent, core and frontends, all at once."""
+        parent = psutil.Process(self._process.pid)
+        family = [parent, *parent.children(recursive=True)]
+        assert len(family) == 3
+        for process in family:
+            process.send_signal(signal.SIGSTOP)  # else one could see another's end and tell the client
+        for process in family:
+            process.kill()
+        self._process.wait()
+
+    def kill_and_restart(self) -> None:
+        """As a supervisor would have it."""
+        self.kill()
+        self.start()
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
+    log = tmp_path_factory.mktemp("resume") / "log"
+    port = find_free("127.0.0.1")
+    arguments = ["--model", "tiny", "--port", str(port), "--dtype", "float64", "--kv-cache-memory", "64"]
+    with log.open("a") as errors:
+        worker = subprocess.Popen([sys.executable, "-m", "tandem", "worker", *arguments], stdout=errors, stderr=errors)
+    scheduler = Scheduler(f"127.0.0.1:{port}", log)
+    try:
+        scheduler.ready()
+        yield scheduler
+    finally:
+        scheduler.kill()
+        worker.terminate()
+        worker.wait()
+
+
+def joined(deltas: list[Delta]) -> list[Any]:
+    """What a caller has of each sample in the end: text, ids, finish, usage."""
+    samples = []
+    for index in sorted({delta.index for delta in deltas}):
+        *others, last = [delta for delta in deltas if delta.index == index]
+        assert all(delta.finish is None for delta in others)
+        token_ids = [token for delta in (*others, last) for token in delta.token_ids]
+        samples.append(("".join(delta.text for delta in (*others, last)), token_ids, last.finish, last.usage))
+    return samples
+
+
+class Disturbance:
+    """Strikes once, when so many tokens have come over all streams, in a thread of its own: the streams go on."""
+
+    def __init__(self, strike: Callable[[], None], after: int) -> None:
+        self._left = after
+        self._thread = threading.Thread(target=strike)
+        self._lock = threading.Lock()
+
+    def count(self, delta: Delta) -> None:
+        """One more piece has come."""
+        with self._lock:
+            before, self._left = self._left, self._left - len(delta.token_ids)
+            if before > 0 >= self._left:
+                self._thread.start()
+
+    def done(self) -> None:
+        """It has struck."""
+        assert self._left <= 0
+        self._thread.join()
+
+
+async def all_at_once(endpoint: str, disturb: Callable[[Delta], None]) -> list[Any]:
+    """AsyncClient: every wanted request at the same time."""
+
+    async def one(client: AsyncClient, prompt: Any, options: dict[str, Any]) -> Any:
+        deltas = []
+        async for delta in client.generate(prompt, **options):
+            deltas.append(delta)
+            disturb(delta)
+        return joined(deltas)
+
+    async with AsyncClient(endpoint) as client:
+        return await asyncio.wait_for(asyncio.gather(*(one(client, *wanted) for wanted in WANTED)), 120)
+
+
+def expected(endpoint: str) -> list[Any]:
+    """The undisturbed run. The prompts are cached then, for this and for what follows: cached_tokens compare."""
+    asyncio.run(all_at_once(endpoint, lambda delta: None))
+    return asyncio.run(all_at_once(endpoint, lambda delta: None))
+
+
+def test_streams_survive_the_death_of_the_scheduler(scheduler: Scheduler) -> None:
+    undisturbed = expected(scheduler.endpoint)
+    disturbance = Disturbance(scheduler.kill_and_restart, after=200)
+    assert asyncio.run(all_at_once(scheduler.endpoint, disturbance.count)) == undisturbed
+    disturbance.done()
+    scheduler.ready()
+
+
+def test_a_stream_without_a_seed_survives_too(scheduler: Scheduler) -> None:
+    """The client chose one; given again, it repeats the whole."""
+    options: dict[str, Any] = {"max_tokens": 150, "temperature": 1.0, "ignore_eos": True}
+    disturbance = Disturbance(scheduler.kill_and_restart, after=20)
+    with Client(scheduler.endpoint) as client:
+        deltas, stream = [], client.generate("It is a truth", **options)
+        for delta in stream:
+            deltas.append(delta)
+            disturbance.count(delta)
+        disturbance.done()
+        scheduler.ready()
+        ((text, token_ids, finish, usage),) = joined(deltas)
+        again = client.complete("It is a truth", seed=stream.seed, **options).samples[0]
+    assert (text, token_ids, finish) == (again.text, list(again.token_ids), again.finish)
+    assert usage.completion_tokens == len(token_ids) == 150
+
+
+def test_a_stream_moves_to_another_scheduler(scheduler: Scheduler, tmp_path: Path) -> None:
+    """Its own does not come back meanwhile. The other one has a worker of its own, and the same model."""
+    options: dict[str, Any] = {"max_tokens": 150, "temperature": 1.0, "seed": 8, "ignore_eos": True}
+    with running(tmp_path / "log", "--dtype", "float64", "--kv-cache-memory", "64") as other:
+        with Client(other.endpoint) as client:
+            undisturbed = client.complete("It is a truth", **options).samples[0]
+        disturbance = Disturbance(scheduler.kill, after=20)
+        with Client([scheduler.endpoint, other.endpoint]) as client:
+            deltas = []
+            for delta in client.generate("It is a truth", **options):
+                deltas.append(delta)
+                disturbance.count(delta)
+        disturbance.done()
+        scheduler.start()
+        scheduler.ready()
+    ((text, token_ids, finish, _),) = joined(deltas)
+    assert (text, token_ids, finish) == (undisturbed.text, list(undisturbed.token_ids), undisturbed.finish)

@@ -1,0 +1,115 @@
+"""OpenAI's bodies: what is understood, what is refused by name, what comes back."""
+
+from typing import Any
+
+import pytest
+
+from shared.errors import DeadlineExceeded, InvalidRequest, RequestFailed
+from tandem import Completion, Finish, Sample, Usage
+from tandem.batch.bodies import error_of, response_of, work_of
+from tandem.batch.request_lines import CHAT, RequestLine
+
+TURNS = [{"role": "user", "content": "Hi"}]
+
+
+def chat(**body: Any) -> RequestLine:
+    return RequestLine("c", CHAT, {"messages": TURNS, **body})
+
+
+def text(**body: Any) -> RequestLine:
+    return RequestLine("t", "/v1/completions", {"prompt": "Hi", **body})
+
+
+def sample(index: int, text: str = "x", prompt_tokens: int = 5, completion_tokens: int = 3) -> Sample:
+    return Sample(index, text, (1,), Finish("length", None), Usage(prompt_tokens, completion_tokens, 2))
+
+
+def test_names_are_translated_and_null_is_unset() -> None:
+    request = chat(
+        model="tiny", max_completion_tokens=9, temperature=0, seed=-1, stop=["a"], n=2, top_p=None, user="me",
+        chat_template_kwargs={"enable_thinking": False}, stream=False, frequency_penalty=0.0, tool_choice="auto",
+    )  # fmt: skip
+    assert work_of(request, "tiny").options == {
+        "max_tokens": 9, "temperature": 0, "seed": (1 << 64) - 1, "stop": ["a"], "n": 2,
+        "template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+
+
+def test_content_in_parts_is_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turns = [{"role": "system", "content": parts, "name": "x"}, {"role": "assistant", "content": None}]
+    (messages,) = work_of(chat(messages=turns), "tiny").prompts
+    assert messages == [{"role": "system", "content": "ab", "name": "x"}, {"role": "assistant", "content": None}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ("a",)), ([1, 2], ([1, 2],)), (["a", "b"], ("a", "b")), ([[1], [2, 3]], ([1], [2, 3])), ([], ([],))],
+)
+def test_a_prompt_is_text_or_ids_or_several(prompt: Any, prompts: Any) -> None:
+    assert work_of(text(prompt=prompt), "tiny").prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("request_line", "field"),
+    [
+        (chat(stream=True), "stream"),
+        (chat(frequency_penalty=0.5), "frequency_penalty"),
+        (chat(logprobs=True), "logprobs"),
+        (chat(tool_choice="required"), "tool_choice"),
+        (chat(response_format={"type": "json_object"}), "response_format"),
+        (chat(tempreature=1), "tempreature"),
+        (chat(prompt="x"), "prompt"),
+        (chat(messages=[]), "messages"),
+        (chat(messages="Hi"), "messages"),
+        (chat(messages=[{"content": "Hi"}]), "messages[0]"),
+        (chat(messages=[*TURNS, {"role": "user", "content": [{"type": "image_url"}]}]), "messages[1].content"),
+        (chat(model="gpt"), "model"),
+        (text(prompt=None), "prompt"),
+        (text(prompt=7), "prompt"),
+        (text(messages=TURNS), "messages"),
+        (text(echo=True), "echo"),
+        (text(tools=[]), "tools"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(request_line: RequestLine, field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        work_of(request_line, "tiny")
+    assert error.value.field == field
+
+
+def test_a_completion_is_openais() -> None:
+    line = response_of(chat(n=2), "tiny", [Completion("r", 1, (sample(0, "a"), sample(1, "b")))])
+    assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("c", None, 200)
+    body = line["response"]["body"]
+    assert (body["id"], body["object"], body["model"]) == ("chatcmpl-r", "chat.completion", "tiny")
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["a", "b"]
+    assert [(choice["index"], choice["finish_reason"]) for choice in body["choices"]] == [(0, "length"), (1, "length")]
+    assert body["usage"] == {
+        "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
+
+
+def test_several_prompts_are_choices_of_one_completion() -> None:
+    line = response_of(text(), "tiny", [Completion("r", 1, (sample(0, "a"),)), Completion("s", 1, (sample(0, "b"),))])
+    body = line["response"]["body"]
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "a"), (1, "b")]
+    assert (body["object"], body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (
+        "text_completion", 10, 6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "param"),
+    [
+        (InvalidRequest("stop", "too long"), 400, "invalid_request_error", "stop"),
+        (InvalidRequest("model", "unknown"), 404, "invalid_request_error", "model"),
+        (DeadlineExceeded("late"), 504, "timeout", None),
+        (RequestFailed("NaN"), 500, "server_error", None),
+    ],
+)
+def test_an_error_is_a_line_too(error: Any, status: int, kind: str, param: str | None) -> None:
+    line = error_of(chat(), error)
+    assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("c", None, status)
+    told = line["response"]["body"]["error"]
+    assert (told["type"], told["param"], told["message"]) == (kind, param, str(error))

@@ -1,0 +1,108 @@
+"""Help worth reading and a shell that completes: what a person meets before any service runs."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from tandem.cli import app
+
+COMMANDS = ("serve", "scheduler", "worker", "generate", "chat", "top", "bench", "batch")
+
+
+def tandem(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tandem", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+
+
+def help_of(*arguments: str) -> str:
+    """At 80 columns."""
+    return CliRunner().invoke(app, [*arguments, "--help"], prog_name="tandem", terminal_width=80).output
+
+
+def test_commands_are_under_headings_with_examples() -> None:
+    shown = help_of()
+    run, use = shown.split("Run a service:")[1].split("Use a service that runs:")
+    assert all(f"\n  {name} " in run for name in COMMANDS[:3]) and all(f"\n  {name} " in use for name in COMMANDS[3:])
+    assert "Examples:\n" in use
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_told_whole_and_every_example_parses(name: str) -> None:
+    """At 80 columns, too; an example with an option that does not exist misleads."""
+    command = get_command(app).commands[name]  # type: ignore[attr-defined]
+    shown = help_of(name)
+    for parameter in command.params:
+        for option in parameter.opts if parameter.param_type_name == "option" else ():
+            assert re.search(rf"{re.escape(option)}(?![\w-])", shown), option
+    examples = shown.split("Examples:\n")[1].splitlines()
+    assert examples
+    for example in examples:
+        words = shlex.split(example.split("<")[0])
+        assert words[:2] == ["tandem", name]
+        command.make_context(name, words[2:])
+
+
+def test_options_of_serve_are_grouped_by_process() -> None:
+    shown = help_of("serve")
+    own, scheduler, worker = re.split("The scheduler:|Each worker:", shown)
+    assert "--port" in own and "--max-queue" in scheduler and "--tensor-parallel" in worker
+
+
+@pytest.fixture
+def on_path(tmp_path: Path) -> str:
+    """A PATH on which `tandem` is this one."""
+    script = tmp_path / "tandem"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tandem "$@"\n')
+    script.chmod(0o755)
+    return os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+
+
+OFFERED = {
+    "tandem ": set(COMMANDS),
+    "tandem ba": {"batch"},
+    "tandem serve --max-n": {"--max-num-seqs", "--max-num-batched-tokens"},
+    "tandem serve --model ": {"tiny", "tiny-moe"},
+    "tandem bench --range": {"--range-ratio"},
+}
+
+
+def test_bash_completes(on_path: str) -> None:
+    """By the script that `--show-completion` prints in a bash, as --install-completion would install it."""
+    code = "source <(tandem --show-completion)\n"
+    for typed in OFFERED:
+        *before, last = typed.split(" ")
+        code += f"COMP_WORDS=({shlex.join([*before, last])}); COMP_CWORD={len(before)}\n"
+        code += "_tandem_completion tandem; echo ${COMPREPLY[@]}\n"
+    environment = {**os.environ, "PATH": on_path}
+    result = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, env=environment)
+    assert [set(line.split()) for line in result.stdout.splitlines()] == list(OFFERED.values()), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("top", "tandem serve"),
+        ("bench", "tandem serve"),
+        ("batch IN OUT", "tandem serve"),
+        ("top --interval 0", "0.1 to 60"),
+        ("bench --request-rate 0", "--request-rate"),
+        ("bench --num-prompts 0", "--num-prompts"),
+        ("batch IN OUT --max-concurrency 0", "--max-concurrency"),
+        ("batch /nowhere/in OUT", "/nowhere/in"),
+        ("batch IN /nowhere/out", "/nowhere/out"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(tmp_path: Path, words: str, named: str) -> None:
+    (tmp_path / "IN").write_text("")
+    arguments = [str(tmp_path / word) if word in ("IN", "OUT") else word for word in words.split()]
+    result = tandem(*arguments, TANDEM_ENDPOINT="127.0.0.1:1")
+    assert result.returncode in (1, 3) and not result.stdout
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("tandem:")]
+    assert named in line and "Traceback" not in result.stderr
