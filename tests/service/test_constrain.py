@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -186,7 +187,9 @@ def test_the_client_library(service: Tandem) -> None:
     with Client(service.endpoint) as client:
         assert valid_json(client.complete(PROMPT, json_schema=SCHEMA, seed=2).text)
         assert client.complete(PROMPT, choice=CHOICES).text in CHOICES
-        assert re.fullmatch("[0-9]+!", client.complete(PROMPT, regex="[0-9]+!", max_tokens=400, temperature=2.0).text)
+        assert re.fullmatch(
+            "[0-9]+!", client.complete(PROMPT, regex="[0-9]+!", max_tokens=400, temperature=2.0, seed=1).text
+        )
         assert client.complete(PROMPT, grammar='root ::= ("ab" | "c") "d"').text in ("abd", "cd")
         assert client.complete(PROMPT, json_object=True, max_tokens=8).text.startswith("{")
         named = {"type": "function", "function": {"name": "dance"}}
@@ -219,6 +222,22 @@ def test_the_command_line(service: Tandem, tmp_path: Path, arguments: list[str],
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(pattern, result.stdout.removesuffix("\n")), result.stdout
+
+
+def test_the_page_s_examples(service: Tandem) -> None:
+    page = Path("docs/constrain.md").read_text(encoding="utf-8")
+    shell, python = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("", "python"))
+    said = [example(service, shlex.split(line)) for line in shell.splitlines()]
+    assert said[0] in ("yes", "not at all") and re.fullmatch("[1-9][0-9]{3,4} pounds", said[1])
+    code = python.replace("127.0.0.1:50051", service.endpoint)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert re.match(r"[A-Z][a-z]{2,12}\n<tool_call>\n\{\"name\": \"dance\"", result.stdout), result
+
+
+def example(service: Tandem, words: list[str]) -> str:
+    assert words[0] == "tandem"
+    command = [sys.executable, "-m", *words, "--endpoint", service.endpoint]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.removesuffix("\n")
 
 
 def test_a_file_that_is_not_there_is_one_line(service: Tandem) -> None:
