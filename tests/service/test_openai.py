@@ -25,6 +25,7 @@ from shared.pb import generation_pb2 as pb
 from shared.ports import find_free
 from tandem import Client, gateway
 from tests.service.tandem_process import Tandem, generate, load, running, until_idle
+from tests.service.test_docs import DOCS, blocks
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
 if find_spec("smg") is None:
@@ -50,7 +51,7 @@ class OpenAI(Tandem):
 def client(http_port: int, **options: Any) -> Any:
     """Without retries of its own: the first answer counts."""
     return openai.OpenAI(
-        base_url=f"http://127.0.0.1:{http_port}/v1", api_key="any", max_retries=0, timeout=60, **options
+        base_url=f"http://127.0.0.1:{http_port}/v1", max_retries=0, timeout=60, **{"api_key": "any", **options}
     )
 
 
@@ -279,6 +280,16 @@ def test_a_stream_goes_on_with_the_same_text_when_a_process_dies(service: OpenAI
     assert text == undisturbed
 
 
+def test_the_pages_examples_run(service: OpenAI) -> None:
+    page = DOCS / "openai.md"
+    install, *shell = blocks(page, "sh")
+    assert "tandem openai" in install and len(shell) == 1
+    for command in (["bash", "-euc", shell[0]], [sys.executable, "-c", blocks(page, "python")[0]]):
+        command[-1] = command[-1].replace("127.0.0.1:8000", f"127.0.0.1:{service.http_port}")
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0 and "completion_tokens" in result.stdout, result
+
+
 def test_no_gateway_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "find_spec", lambda name: None)
     with pytest.raises(StartupError, match=r"pip install 'tandem-serve\[gateway\]'"):
@@ -294,9 +305,12 @@ def test_a_busy_http_port_is_one_line(service: OpenAI) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_the_gateway_dies_with_whoever_started_it(tmp_path: Path) -> None:
-    service = OpenAI(tmp_path / "log", "--kv-cache-memory", "64")
+def test_further_options_reach_the_gateway_and_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
+    service = OpenAI(tmp_path / "log", "--kv-cache-memory", "64", "--", "--api-key", "secret")
     service.wait_ready()
+    with pytest.raises(openai.AuthenticationError):
+        service.client(api_key="wrong").completions.create(model="tiny", prompt="a", max_tokens=1)
+    assert service.client(api_key="secret").completions.create(model="tiny", prompt="a", max_tokens=1).choices
     family = service.everyone()
     assert any("smg" in process.name() for process in family)
     os.kill(service.process.pid, signal.SIGKILL)
