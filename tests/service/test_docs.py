@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 from shared.ports import find_free
-from tandem.cli import app
+from tandem.cli import SERVE_SETS, app
 from tandem.requests import GenerateOptions
 from tests.service.tandem_process import Tandem, running
 
@@ -117,13 +117,9 @@ def sections(page: str) -> dict[str, str]:
 def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name: str) -> None:
     table = sections(page)[heading]  # type: ignore[index]
     rows = dict(re.findall(r"^\| `(--[\w-]+)` \| (.*?) \|", table, re.MULTILINE))
-    own = {"model", "workers", "host", "port", "drain_timeout"}
     for parameter in get_command(app).commands[name].params:  # type: ignore[attr-defined]
-        if (
-            parameter.param_type_name != "option"
-            or parameter.name == "help"
-            or (name == "serve" and parameter.name not in own)
-        ):
+        inherited = name == "serve" and parameter.name not in SERVE_SETS  # in the tables of scheduler and worker
+        if parameter.param_type_name != "option" or parameter.name == "help" or inherited:
             continue
         told = rows.pop(parameter.opts[0])
         default = parameter.default
@@ -134,5 +130,8 @@ def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name
 
 
 def test_every_option_of_the_client_has_its_row() -> None:
-    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", (DOCS / "client.md").read_text(), re.MULTILINE)))
-    assert set(GenerateOptions.__annotations__) <= set(names)
+    names: set[str] = set()
+    for page in ("client.md", "sampling.md"):
+        for first in re.findall(r"^\|(.*?)\|", (DOCS / page).read_text(), re.MULTILINE):
+            names |= set(re.findall(r"`(\w+)`", first))
+    assert set(GenerateOptions.__annotations__) <= names
