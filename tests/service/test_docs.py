@@ -139,5 +139,8 @@ def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name
 
 
 def test_every_option_of_the_client_has_its_row() -> None:
-    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", (DOCS / "client.md").read_text(), re.MULTILINE)))
-    assert set(GenerateOptions.__annotations__) <= set(names)
+    names: set[str] = set()
+    for page in ("client.md", "sampling.md"):
+        for first in re.findall(r"^\|(.*?)\|", (DOCS / page).read_text(), re.MULTILINE):
+            names |= set(re.findall(r"`(\w+)`", first))
+    assert set(GenerateOptions.__annotations__) <= names
