@@ -128,6 +128,16 @@ def test_any_temperature_and_filter(service: Tandem) -> None:
     assert all(re.fullmatch("[0-9]{12}", output.text) for output in run(service, *wanted))
 
 
+def test_penalties_and_logprobs_beside_a_constraint(service: Tandem) -> None:
+    """Logprobs are the model's own: what it would rather have said is likelier than the digits that it had to say."""
+    with Client(service.endpoint) as client:
+        said = client.complete(
+            PROMPT, regex="[0-9]{8}", presence_penalty=1.5, repetition_penalty=1.3, logprobs=2, seed=1
+        ).samples[0]
+    assert re.fullmatch("[0-9]{8}", said.text)
+    assert len(said.logprobs) == len(said.token_ids) and max(entry.rank for entry in said.logprobs) > 1
+
+
 @pytest.mark.parametrize("role", ["rank", "core"])
 def test_a_killed_process_changes_nothing(service: Tandem, role: str) -> None:
     survives(service, long_ones(), kill(service, role), kill(service, role))
