@@ -26,7 +26,6 @@ from shared.errors import InvalidRequest, NotReplayable, Unavailable
 from shared.model_config import ModelConfig, SamplingDefaults
 from shared.pb import core_pb2
 
-SERVICE = "vllm.grpc.engine.VllmEngine"
 FLUSH_POLL_S = 0.05
 _MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
