@@ -45,23 +45,21 @@ def main(
     for name in ("streams", "free: tokens/s", "free: gap, ms", "constrained: tokens/s", "constrained: gap, ms"):
         table.add_column(name, justify="left" if name == "streams" else "right")
     with services(model_folder(model), "auto", frontends=1) as endpoint:
-        asyncio.run(_measure(endpoint, 2, {}, 2, LANGUAGES["regex"], tokens=20))
-        table.add_row("all free", *_cells(*asyncio.run(_measure(endpoint, streams, {}, 0, {}, tokens))))
+        asyncio.run(_measure(endpoint, 2, 2, LANGUAGES["regex"], tokens=20))
+        table.add_row("all free", *_cells(*asyncio.run(_measure(endpoint, streams, 0, {}, tokens))))
         for name, language in LANGUAGES.items():
             for constrained in (streams // 2, streams):
-                speeds = asyncio.run(_measure(endpoint, streams - constrained, {}, constrained, language, tokens))
+                speeds = asyncio.run(_measure(endpoint, streams - constrained, constrained, language, tokens))
                 table.add_row(f"{constrained} by {name}", *_cells(*speeds))
     Console(width=110).print(table)
 
 
 async def _measure(
-    endpoint: str, free: int, no_language: dict[str, Any], constrained: int, language: dict[str, Any], tokens: int
+    endpoint: str, free: int, constrained: int, language: dict[str, Any], tokens: int
 ) -> tuple[Speed | None, Speed | None]:
     async with AsyncClient(endpoint) as client:
-        kinds = [{**no_language, "ignore_eos": True}] * free + [{**language, "min_tokens": tokens}] * constrained
-        times = await asyncio.gather(
-            *(_stream(client, seed, tokens, kind) for seed, kind in enumerate(kinds)),
-        )
+        kinds = [{"ignore_eos": True}] * free + [{**language, "min_tokens": tokens}] * constrained
+        times = await asyncio.gather(*(_stream(client, seed, tokens, kind) for seed, kind in enumerate(kinds)))
     return _speed(times[:free]), _speed(times[free:])
 
 

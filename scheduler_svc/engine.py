@@ -20,6 +20,9 @@ from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.types import StepPlan, StepResult, WorkerDescription
 
 STATE_INTERVAL_S = 0.5
+MASK_PATIENCE_S = 0.002
+"""How long constrained sequences wait for each other's masks while their worker idles: one whose grammar is slow must
+not hold up the others."""
 
 
 class Engine:
@@ -38,6 +41,8 @@ class Engine:
             for group, endpoint in enumerate(config.workers)
         ]
         self._due: set[int] = set()
+        self._gathering: set[int] = set()
+        """Groups with a timer that ends a wait for masks."""
         self._owners: dict[int, set[int]] = {}
         """Live keys of each frontend connection."""
         self._early: dict[int, Request] = {}
@@ -285,26 +290,37 @@ class Engine:
             self._due.add(group)
             asyncio.get_running_loop().call_soon(self._plan_woken, group)
 
-    def _plan_woken(self, group: int) -> None:
+    def _plan_woken(self, group: int, patient: bool = True) -> None:
         """The loop would log an exception of a callback and go on, without ever planning again."""
         try:
-            self._plan(group)
+            self._plan(group, patient)
             if self._core is not None:
                 self._deliver(self._core.take_outputs())
         except Exception as error:
             self.broke(error)
 
-    def _plan(self, group: int) -> None:
+    def _plan(self, group: int, patient: bool = True) -> None:
         self._due.discard(group)
         link = self.links[group]
         depth = self._config.depth or link.depth
         while link.is_connected and len(link.outstanding) < depth:
-            plan = self._running_core.schedule(group)
+            plan = self._running_core.schedule(group, patient=patient)
             if plan is None:
+                if self._running_core.is_gathering(group) and not link.outstanding:
+                    self._end_gathering_later(group)
                 break
             self._progressed = time.monotonic()
             link.send(plan)
         self._cache.tell()
+
+    def _end_gathering_later(self, group: int) -> None:
+        if group not in self._gathering:
+            self._gathering.add(group)
+            asyncio.get_running_loop().call_later(MASK_PATIENCE_S, self._end_gathering, group)
+
+    def _end_gathering(self, group: int) -> None:
+        self._gathering.discard(group)
+        self._plan_woken(group, patient=bool(self.links[group].outstanding))
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """What a plan started or put back is told at once, not with its result: frontends take the times."""

@@ -180,8 +180,8 @@ def _generate(
 ) -> None:
     """Streams the continuation of a prompt."""
     prompt = sys.stdin.read() if text == "-" else text
-    constraint = {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
-    talk.generate(endpoint, prompt, as_json=json, **given_options(options | constraint))
+    options |= {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
+    talk.generate(endpoint, prompt, as_json=json, **given_options(options))
 
 
 def _text(file: Path | None) -> str | None:

@@ -69,3 +69,8 @@ class CoreConfig:
         A token takes at most 16 bytes, in blocks of one token: its id (4), its block (8), that block zeroed (4).
         """
         return min(self.max_num_batched_tokens, self.max_plan_bytes // 32)
+
+    @property
+    def max_plan_masks(self) -> int:
+        """Masks that one plan has room for, in the half of max_plan_bytes that is not for tokens."""
+        return (self.max_plan_bytes // 2 - 24 * self.max_num_seqs) // (-(-self.vocabulary_size // 8) + 16)

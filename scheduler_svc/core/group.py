@@ -68,11 +68,20 @@ class Group:
         """By slot: sequences with known tokens still to be put into a plan."""
         self.masked: dict[int, Sequence] = {}
         """By slot, in order of the masks' arrival: constrained sequences that can decode."""
+        self.num_constrained = 0
+        """Running sequences that are constrained."""
         self.priorities: Counter[int] = Counter()
         """Running sequences by priority."""
         self.suspects: set[Sequence] = set()
         """Running sequences that were admitted as suspects (see quarantine)."""
         self._config = config
+
+    @property
+    def is_gathering(self) -> bool:
+        """Masks are there, more are to come that fit the same plan, and nothing else would decode: a step for all of
+        them costs as much as one for the first."""
+        most = min(self.num_constrained, self._config.max_plan_masks)
+        return 0 < len(self.masked) < most and not self.batch.decoding.any()
 
     def find_prefix(self, sequence: Sequence, tokens: IntArray) -> CachedPrefix:
         """What the cache holds of a waiting sequence with these known tokens: never all of them."""
@@ -94,6 +103,7 @@ class Group:
         sequence.published, sequence.parent = len(cached.blocks), cached.parent
         sequence.last_chunk_step = 0
         self.prefilling[sequence.slot] = sequence
+        self.num_constrained += sequence.request.constrained
         self.priorities[sequence.request.priority] += 1
 
     def leave(self, sequence: Sequence, state: State) -> None:
@@ -104,6 +114,7 @@ class Group:
         self.batch.leave(sequence)
         self.prefilling.pop(sequence.slot, None)
         self.masked.pop(sequence.slot, None)
+        self.num_constrained -= sequence.request.constrained
         self.suspects.discard(sequence)
         self.priorities -= Counter((sequence.request.priority,))
         sequence.group = None

@@ -48,6 +48,7 @@ def _check_slots(group: Group) -> None:
     for held in (group.prefilling, group.masked):
         assert all(batch.at(slot) is sequence for slot, sequence in held.items()), "a slot list is stale"
     assert group.suspects <= set(running), "a suspect is not running"
+    assert group.num_constrained == sum(sequence.request.constrained for sequence in running), "constrained"
 
 
 def _check_pending(group: Group) -> None:

@@ -22,10 +22,11 @@ class Planner:
         self._life = life
         self._admitter = Admitter(config, life, Placement(config, limits, groups))
 
-    def plan(self, group: Group) -> StepPlan | None:
-        """The group's next plan; None where there is nothing to compute."""
+    def plan(self, group: Group, patient: bool) -> StepPlan | None:
+        """The group's next plan; None where there is nothing to compute. `patient`: see Scheduler.schedule."""
         draft = PlanDraft(group, self._config)
-        for slot, sequence in group.masked.items():
+        waits = patient and group.is_gathering and not group.prefilling
+        for slot, sequence in () if waits else group.masked.items():
             group.batch.set_decoding(slot, draft.claim(mask_bytes(sequence)))
         reserve(group, draft, self._life, self._config)
         self._admitter.make_way(group, draft)

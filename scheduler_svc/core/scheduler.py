@@ -159,10 +159,18 @@ class Scheduler:
 
     # Steps.
 
-    def schedule(self, group: int) -> StepPlan | None:
-        """The group's next plan, any number of plans ahead of results; None where there is nothing to compute."""
+    def schedule(self, group: int, *, patient: bool = False) -> StepPlan | None:
+        """The group's next plan, any number of plans ahead of results; None where there is nothing to compute.
+
+        With `patient`, constrained sequences that nothing else decodes beside wait for each other's masks and step
+        together. Where no result is to come any more the caller must end the wait, soon, by not being patient.
+        """
         ready = self._groups.get(group)
-        return self._planner.plan(ready) if ready is not None else None
+        return self._planner.plan(ready, patient) if ready is not None else None
+
+    def is_gathering(self, group: int) -> bool:
+        """Whether a sequence waits for the masks of others."""
+        return group in self._groups and self._groups[group].is_gathering
 
     def heartbeat(self, group: int) -> StepPlan:
         """The group's next plan without rows."""

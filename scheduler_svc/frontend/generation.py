@@ -31,7 +31,7 @@ class Sample:
         detokenizer: Detokenizer,
         logprobs: SampleLogprobs,
         call: "Generation",
-        constraint: Constraint | None = None,
+        constraint: Constraint | None,
     ) -> None:
         self.submission = submission
         self.logprobs = logprobs
@@ -126,9 +126,9 @@ class Generation:
         first: pb.GenerateResponse,
         vocabulary: Vocabulary,
         request: pb.GenerateRequest,
-        constraints: Sequence[Constraint] = (),
+        constraints: Sequence[Constraint],
     ) -> None:
-        """`submissions` are one per sample, as are `constraints`, if there are any; what stands in `first` is in the
+        """`submissions` are one per sample, as are `constraints` if there are any; what stands in `first` is in the
         first response."""
         self._news: dict[Sample, None] = {}
         self._wake = asyncio.Event()
@@ -136,12 +136,11 @@ class Generation:
         self._first: pb.GenerateResponse | None = first
         stops = StopStrings.build(request.stopping.stop)
         skip, include = skips_special_tokens(request), request.output.include_stop_str_in_output
+        least = request.stopping.min_tokens
         self.samples = [
             Sample(
                 submission,
-                Detokenizer(
-                    vocabulary, stops, request.stopping.min_tokens, skip_special_tokens=skip, include_stop=include
-                ),
+                Detokenizer(vocabulary, stops, least, skip_special_tokens=skip, include_stop=include),
                 SampleLogprobs(submission, vocabulary),
                 self,
                 constraint,

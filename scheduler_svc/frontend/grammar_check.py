@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scheduler_svc.frontend.grammars import Grammar
 from scheduler_svc.frontend.matcher import GrammarError, GrammarTokenizer, compile_grammar
-from scheduler_svc.frontend.vocabulary import load_tokenizer
+from scheduler_svc.frontend.vocabulary import Vocabulary, load_tokenizer
 from shared.model_config import load_model_config
 from shared.process import die_with_parent
 
@@ -27,17 +27,18 @@ def main() -> int:
     parser.add_argument("--model", required=True, type=Path)
     folder = parser.parse_args().model
     model = load_model_config(folder)
-    tokenizer = GrammarTokenizer(load_tokenizer(folder), model.vocabulary_size, model.eos_token_ids)
+    tokenizer = load_tokenizer(folder)
+    tokens = GrammarTokenizer(tokenizer, Vocabulary(tokenizer), model.vocabulary_size, model.eos_token_ids)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     print(flush=True)
     for line in sys.stdin:
-        print(_problem(Grammar(**json.loads(line)), tokenizer), flush=True)
+        print(_problem(Grammar(**json.loads(line)), tokens), flush=True)
     return 0
 
 
-def _problem(grammar: Grammar, tokenizer: GrammarTokenizer) -> str:
+def _problem(grammar: Grammar, tokens: GrammarTokenizer) -> str:
     try:
-        compile_grammar(grammar, tokenizer)
+        compile_grammar(grammar, tokens)
     except GrammarError as error:
         return json.dumps(str(error))
     return ""

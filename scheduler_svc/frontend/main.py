@@ -59,9 +59,10 @@ class Frontend:
         self._prompts = Prompts(config)
         self.link = CoreLink(config.core_socket, config.core_timeout)
         self._health = Health(self.link)
-        self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
-        tokenizer = GrammarTokenizer(self._prompts.tokenizer, model.vocabulary_size, model.eos_token_ids)
+        tokens = self._prompts.tokenizer, self._prompts.vocabulary
+        tokenizer = GrammarTokenizer(*tokens, model.vocabulary_size, model.eos_token_ids)
         self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
+        self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
         self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link, self._tracing)
         self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health)
         self._server = self._make_server()

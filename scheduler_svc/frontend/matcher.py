@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from scheduler_svc.frontend.grammars import Grammar, with_options
-from scheduler_svc.frontend.vocabulary import bytes_of
+from scheduler_svc.frontend.vocabulary import Vocabulary
 
 Mask = NDArray[np.uint8]
 """[ceil(vocabulary size / 8)]: bit v % 8 of byte v // 8 is set if token v is allowed."""
@@ -31,21 +31,29 @@ class GrammarError(ValueError):
 class GrammarTokenizer:
     """The model's tokens as llguidance needs them. Immutable; threads share it."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Takes most of a second for 150,000 tokens, and holds the interpreter for it. A byte-level BPE tokenizer."""
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary: Vocabulary, vocabulary_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """`vocabulary` is the tokenizer's. Takes most of a second for 150,000 tokens, and holds the interpreter."""
         self.vocabulary_size = vocabulary_size
-        described = TokenizerWrapper(_Tokens(tokenizer, vocabulary_size, eos_token_ids))
-        self.tokens = LLTokenizer(described, eos_token=list(eos_token_ids))
+        self.tokens: LLTokenizer | None = None
+        """None for a model without end-of-sequence tokens: no grammar could end."""
+        if eos_token_ids:
+            described = TokenizerWrapper(_Tokens(tokenizer, vocabulary, vocabulary_size, eos_token_ids))
+            self.tokens = LLTokenizer(described, eos_token=list(eos_token_ids))
 
 
 class _Tokens:
     """What llguidance asks of a tokenizer. Ids of the model without a token stand for nothing: no mask allows them."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary: Vocabulary, vocabulary_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
-        size = min(vocabulary_size, 1 + max(tokenizer.get_vocab(with_added_tokens=True).values()))
+        known = max(*tokenizer.get_vocab(with_added_tokens=True).values(), *eos_token_ids)
+        size = min(vocabulary_size, known + 1)
         added = tokenizer.get_added_tokens_decoder()
-        self.tokens = [bytes_of(tokenizer.id_to_token(token_id) or "") for token_id in range(size)]
+        self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(size)]
         self.special_token_ids = [token_id for token_id, token in added.items() if token.special and token_id < size]
         self.bos_token_id = None
         self.eos_token_id = eos_token_ids[0]
@@ -100,6 +108,8 @@ def compile_grammar(grammar: Grammar, tokenizer: GrammarTokenizer) -> Matcher:
 
     Raises GrammarError with the parser's message, and for a grammar that allows nothing.
     """
+    if tokenizer.tokens is None:
+        raise GrammarError("the served model has no end-of-sequence token to end an output with")
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     compiled = LLMatcher(tokenizer.tokens, _translated(grammar), log_level=0, limits=limits)
     if compiled.is_error():

@@ -98,11 +98,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
         bad_words = await self._prompts.encode_words(request.sampling.bad_words)
         samples = submissions(request, record.request_id, seed, prompt, bad_words, model, self._defaults)
+        constraints = await self._constraints(request, samples, model) if request.HasField("constraint") else ()
         first = pb.GenerateResponse(request_id=record.request_id, seed=seed)
         if request.output.echo and not request.output_token_ids.ids:
             first.echo.text = await self._prompts.decode(prompt.tolist(), skips_special_tokens(request))
             first.echo.token_ids.extend(prompt.tolist())
-        constraints = await self._constraints(request, samples, model) if request.HasField("constraint") else ()
         generation = Generation(samples, first, self._prompts.vocabulary, request, constraints)
         record.accepted(prompt.size, generation.samples)
         self._link.submit(sample for sample in generation.samples if sample.finish is None)

@@ -44,8 +44,20 @@ def check_request(request: pb.GenerateRequest, model: core_pb2.ServedModel) -> N
     for name in ("logprobs", "prompt_logprobs"):
         within(f"output.{name}", getattr(request.output, name), 0, MOST_LOGPROBS)
     _check_stopping(request.stopping, model.vocabulary_size)
-    if request.HasField("constraint") and request.stopping.ignore_eos:
+    if request.HasField("constraint"):
+        _check_beside_constraint(request)
+
+
+def _check_beside_constraint(request: pb.GenerateRequest) -> None:
+    """What could leave nothing to sample where a grammar allows little."""
+    if request.stopping.ignore_eos:
         raise InvalidRequest("stopping.ignore_eos", "must be unset with a constraint, which ends with such a token")
+    if request.sampling.HasField("allowed_token_ids"):
+        raise InvalidRequest(
+            "sampling.allowed_token_ids", "must be unset with a constraint, which says what is allowed"
+        )
+    if request.sampling.bad_words:
+        raise InvalidRequest("sampling.bad_words", "must be empty with a constraint, which says what is allowed")
 
 
 def _check_length(prompt: str, tokens: int, context_limit: int) -> None:

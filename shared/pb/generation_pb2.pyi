@@ -139,6 +139,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 class Constraint(_message.Message):
     """A language for the output: every token is sampled among those that keep to it, and end-of-sequence tokens only where
     the output is complete. An output that max_tokens, a stop string or a stop token ends earlier is a beginning of one.
+    Not together with ignore_eos, allowed_token_ids or bad_words.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

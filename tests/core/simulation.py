@@ -200,12 +200,12 @@ class Simulation:
 
     # What the engine and the workers do.
 
-    def plan(self, group: int) -> bool:
+    def plan(self, group: int, patient: bool = False) -> bool:
         """Sends the group's next plan, if there is one and depth allows it."""
         side = self.sides[group]
         if not side.is_open or side.unanswered >= side.depth:
             return False
-        plan = self.core.schedule(group)
+        plan = self.core.schedule(group, patient=patient)
         if plan is None:
             return False
         self._send(side, plan)

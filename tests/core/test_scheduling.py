@@ -133,6 +133,73 @@ def test_constrained_sequences_wait_for_each_mask() -> None:
     simulation.core.mask_ready(key, 3, bytes(1))
 
 
+def send_mask(simulation: Simulation, key: int) -> None:
+    job = simulation.jobs[key]
+    tokens = (*job.request.prompt.tolist(), *job.received)
+    job.masks_sent = len(job.received)
+    simulation.core.mask_ready(key, job.masks_sent, allowed_tokens(tokens))
+
+
+def test_constrained_sequences_step_together_if_the_caller_is_patient() -> None:
+    """Else each would get a step of its own, and all of them a token only after as many steps."""
+    simulation = make_simulation(depths=[4])
+    keys = [simulation.submit(EIGHT[:3], max_tokens=6, constrained=True) for _ in range(2)]
+    simulation.send_masks()
+    simulation.step()
+    send_mask(simulation, keys[0])
+    assert not simulation.plan(0, patient=True) and simulation.core.is_gathering(0)
+    send_mask(simulation, keys[1])
+    assert not simulation.core.is_gathering(0)
+    assert simulation.plan(0, patient=True) and len(last_plan(simulation).rows) == 2
+    simulation.execute(0)
+    simulation.deliver(0)
+    send_mask(simulation, keys[0])
+    assert simulation.plan(0) and len(last_plan(simulation).rows) == 1, "the caller's patience is over"
+    send_mask(simulation, keys[1])
+    assert not simulation.plan(0, patient=True), "the first one's row is out and comes back"
+    simulation.abort(keys[0])
+    assert simulation.plan(0, patient=True), "nobody to wait for"
+    simulation.settle()
+
+
+def test_nobody_waits_for_whom_the_plan_has_no_room() -> None:
+    """Five masks of 2,000 bytes fit; of seven sequences the first five need not wait for the others."""
+    config = CoreConfig(
+        num_groups=1,
+        vocabulary_size=16_000,
+        max_model_length=64,
+        block_size=16,
+        max_num_seqs=7,
+        max_num_batched_tokens=100,
+        max_plan_bytes=2 * (5 * 2016 + 7 * 24),
+        hash_seed=1,
+    )
+    core = Scheduler(config)
+    core.worker_ready(0, 64)
+    for key in range(7):
+        core.submit(Request(key, f"{key}", 0, np.arange(1, 4, dtype=np.int32), max_tokens=9, constrained=True))
+        core.mask_ready(key, 0, bytes(2000))
+        plan = core.schedule(0)
+        assert plan is not None
+        core.update(0, StepResult(plan.epoch, plan.step_id, np.array([7], dtype=np.int32)))
+    for key in range(5):
+        assert not core.schedule(0, patient=True)
+        core.mask_ready(key, 1, bytes(2000))
+    plan = core.schedule(0, patient=True)
+    assert plan is not None and len(plan.masks) == 5
+
+
+def test_nobody_waits_where_others_decode() -> None:
+    simulation = make_simulation(depths=[4])
+    simulation.submit(EIGHT, max_tokens=9)
+    keys = [simulation.submit(EIGHT[:3], max_tokens=6, constrained=True) for _ in range(2)]
+    simulation.send_masks()
+    simulation.step(count=2)
+    send_mask(simulation, keys[0])
+    assert simulation.plan(0, patient=True) and len(last_plan(simulation).rows) == 2
+    simulation.settle()
+
+
 def test_stop_tokens_count_from_min_tokens_on() -> None:
     config = CoreConfig(
         num_groups=1, vocabulary_size=8, max_model_length=24, block_size=2, max_num_seqs=2, max_num_batched_tokens=8,

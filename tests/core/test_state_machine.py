@@ -85,10 +85,10 @@ class CoreMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.simulation.abort(data.draw(st.sampled_from(sorted(self.simulation.jobs))))
 
-    @rule(group=GROUPS, count=st.integers(1, 4))
-    def plan(self, group: int, count: int) -> None:
+    @rule(group=GROUPS, count=st.integers(1, 4), patient=st.booleans())
+    def plan(self, group: int, count: int, patient: bool) -> None:
         for _ in range(count):
-            self.simulation.plan(self.index(group))
+            self.simulation.plan(self.index(group), patient)
 
     @rule(group=GROUPS, count=st.integers(1, 4))
     def execute(self, group: int, count: int) -> None:

@@ -217,6 +217,11 @@ def test_equal_grammars_are_compiled_once(model: Path) -> None:
     [
         (_request(pb.Constraint(regex="(")), "constraint.regex: .*unclosed group"),
         (_request(pb.Constraint(regex="a"), stopping={"ignore_eos": True}), "stopping.ignore_eos: must be unset"),
+        (
+            _request(pb.Constraint(regex="a"), sampling={"allowed_token_ids": {"ids": [3]}}),
+            "sampling.allowed_token_ids: must be unset",
+        ),
+        (_request(pb.Constraint(regex="a"), sampling={"bad_words": ["a"]}), "sampling.bad_words: must be empty"),
         (_request(pb.Constraint(tool_choice=pb.ToolChoice())), "chat.tools_json has no tool to call"),
     ],
 )

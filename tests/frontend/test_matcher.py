@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from scheduler_svc.frontend.constraint import MinTokens
 from scheduler_svc.frontend.grammars import Grammar, grammar_of, structural_tag, tool_calls
 from scheduler_svc.frontend.matcher import GrammarError, GrammarTokenizer, Mask, Matcher, compile_grammar
+from scheduler_svc.frontend.vocabulary import Vocabulary
 from shared.errors import InvalidRequest
 from shared.pb import generation_pb2 as pb
 from tandem.models import model_folder
@@ -33,7 +34,7 @@ def eos(tokenizer: Tokenizer) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tokens(tokenizer: Tokenizer, eos: list[int]) -> GrammarTokenizer:
-    return GrammarTokenizer(tokenizer, VOCABULARY_SIZE, eos)
+    return GrammarTokenizer(tokenizer, Vocabulary(tokenizer), VOCABULARY_SIZE, eos)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,14 @@ def test_text_that_reads_like_a_special_token_is_text(
 def test_any_token_is_any_token_that_the_tokenizer_has(tokens: GrammarTokenizer, tokenizer: Tokenizer) -> None:
     """Ids up to the model's vocabulary size, without a token, are padding."""
     assert max(allowed(compiled(tokens, "ebnf", "start: <[*]>").allowed())) < tokenizer.get_vocab_size()
+
+
+def test_ends_may_be_ids_without_a_token_but_there_must_be_some(tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(tokenizer)
+    beyond = compiled(GrammarTokenizer(tokenizer, vocabulary, VOCABULARY_SIZE, [500]), "regex", "a?")
+    assert 500 in allowed(beyond.allowed())
+    with pytest.raises(GrammarError, match="no end-of-sequence token"):
+        compiled(GrammarTokenizer(tokenizer, vocabulary, VOCABULARY_SIZE, []), "regex", "a")
 
 
 def test_copies_go_their_own_ways(tokens: GrammarTokenizer, tokenizer: Tokenizer) -> None:
@@ -377,5 +386,5 @@ def test_tools_without_which_there_is_nothing_to_choose() -> None:
 def test_the_packaged_model_s_tokenizer(tmp_path: Path) -> None:
     """Nothing is special about the tests' own."""
     tokenizer = Tokenizer.from_file(str(model_folder("tiny") / "tokenizer.json"))
-    tokens = GrammarTokenizer(tokenizer, 1536, [tokenizer.token_to_id("<|im_end|>")])
+    tokens = GrammarTokenizer(tokenizer, Vocabulary(tokenizer), 1536, [tokenizer.token_to_id("<|im_end|>")])
     assert accepts(compile_grammar(Grammar("constraint", "regex", "Eliza(beth)?"), tokens), tokenizer, "Elizabeth")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -127,6 +128,16 @@ def test_any_temperature_and_filter(service: Tandem) -> None:
     assert all(re.fullmatch("[0-9]{12}", output.text) for output in run(service, *wanted))
 
 
+def test_penalties_and_logprobs_beside_a_constraint(service: Tandem) -> None:
+    """Logprobs are the model's own: what it would rather have said is likelier than the digits that it had to say."""
+    with Client(service.endpoint) as client:
+        said = client.complete(
+            PROMPT, regex="[0-9]{8}", presence_penalty=1.5, repetition_penalty=1.3, logprobs=2, seed=1
+        ).samples[0]
+    assert re.fullmatch("[0-9]{8}", said.text)
+    assert len(said.logprobs) == len(said.token_ids) and max(entry.rank for entry in said.logprobs) > 1
+
+
 @pytest.mark.parametrize("role", ["rank", "core"])
 def test_a_killed_process_changes_nothing(service: Tandem, role: str) -> None:
     survives(service, long_ones(), kill(service, role), kill(service, role))
@@ -186,7 +197,9 @@ def test_the_client_library(service: Tandem) -> None:
     with Client(service.endpoint) as client:
         assert valid_json(client.complete(PROMPT, json_schema=SCHEMA, seed=2).text)
         assert client.complete(PROMPT, choice=CHOICES).text in CHOICES
-        assert re.fullmatch("[0-9]+!", client.complete(PROMPT, regex="[0-9]+!", max_tokens=400, temperature=2.0).text)
+        assert re.fullmatch(
+            "[0-9]+!", client.complete(PROMPT, regex="[0-9]+!", max_tokens=400, temperature=2.0, seed=1).text
+        )
         assert client.complete(PROMPT, grammar='root ::= ("ab" | "c") "d"').text in ("abd", "cd")
         assert client.complete(PROMPT, json_object=True, max_tokens=8).text.startswith("{")
         named = {"type": "function", "function": {"name": "dance"}}
@@ -219,6 +232,22 @@ def test_the_command_line(service: Tandem, tmp_path: Path, arguments: list[str],
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(pattern, result.stdout.removesuffix("\n")), result.stdout
+
+
+def test_the_page_s_examples(service: Tandem) -> None:
+    page = Path("docs/constrain.md").read_text(encoding="utf-8")
+    shell, python = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("", "python"))
+    said = [example(service, shlex.split(line)) for line in shell.splitlines()]
+    assert said[0] in ("yes", "not at all") and re.fullmatch("[1-9][0-9]{3,4} pounds", said[1])
+    code = python.replace("127.0.0.1:50051", service.endpoint)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert re.match(r"[A-Z][a-z]{2,12}\n<tool_call>\n\{\"name\": \"dance\"", result.stdout), result
+
+
+def example(service: Tandem, words: list[str]) -> str:
+    assert words[0] == "tandem"
+    command = [sys.executable, "-m", *words, "--endpoint", service.endpoint]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.removesuffix("\n")
 
 
 def test_a_file_that_is_not_there_is_one_line(service: Tandem) -> None:

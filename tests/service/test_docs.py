@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 SERVERS = ("tandem serve", "tandem worker", "tandem scheduler")
 PORTS = ("50051", "50052")
 OWN = {
-    "serve": {"model", "workers", "host", "port", "drain_timeout"},
+    "serve": {"model", "workers", "host", "port", "metrics_port", "drain_timeout"},
     "openai": {"model", "http_host", "http_port", "http_metrics_port"},
 }
 """Flags of commands that hand others on, which stand elsewhere."""
@@ -139,5 +139,8 @@ def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name
 
 
 def test_every_option_of_the_client_has_its_row() -> None:
-    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", (DOCS / "client.md").read_text(), re.MULTILINE)))
-    assert set(GenerateOptions.__annotations__) <= set(names)
+    names: set[str] = set()
+    for page in ("client.md", "sampling.md", "constrain.md"):
+        for first in re.findall(r"^\|(.*?)\|", (DOCS / page).read_text(), re.MULTILINE):
+            names |= set(re.findall(r"`(\w+)=?[^`]*`", first))
+    assert set(GenerateOptions.__annotations__) <= names

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from scheduler_svc.config import SchedulerConfig
@@ -13,6 +15,7 @@ from scheduler_svc.engine import Engine
 from shared.framing import read_message, write_message
 from shared.pb import core_pb2
 from shared.ports import find_free
+from shared.types import StepPlan, StepResult, WorkerDescription
 from tandem.models import model_folder
 
 
@@ -23,10 +26,14 @@ class Peer:
         self._reader = reader
         self._writer = writer
 
-    def submit(self, handle: int, prompt: bytes) -> None:
+    def submit(self, handle: int, prompt: bytes, **fields: Any) -> None:
         """As if the frontend knew the model from an earlier core."""
-        submit = core_pb2.Submit(handle=handle, request_id=f"request-{handle}", prompt=prompt)
+        submit = core_pb2.Submit(handle=handle, request_id=f"request-{handle}", prompt=prompt, **fields)
         write_message(self._writer, core_pb2.FrontendMessage(submit=submit).SerializeToString())
+
+    def mask(self, handle: int, position: int) -> None:
+        mask = core_pb2.MaskReady(handle=handle, position=position, allowed=b"\xff")
+        write_message(self._writer, core_pb2.FrontendMessage(mask_ready=mask).SerializeToString())
 
     def abort(self, request_id: str) -> None:
         question = core_pb2.AbortById(question=1, request_id=request_id)
@@ -42,7 +49,9 @@ class Peer:
 
     async def end(self) -> core_pb2.Ended:
         """The next end."""
-        (ended,) = (await self.receive("tokens")).tokens.ended
+        while not (ends := (await self.receive("tokens")).tokens.ended):
+            pass
+        (ended,) = ends
         return ended
 
 
@@ -91,6 +100,70 @@ def test_requests_before_the_first_worker_are_bounded_too(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
+EIGHT_TOKENS = WorkerDescription("", "m", "float32", 16, 8, 64, 8, (7,), 1, 4, 64, "1", "torch")
+
+
+class Wire:
+    """Stands for a connected worker: keeps the plans, and answers when it is told."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.plans: list[StepPlan] = []
+        self._expected = 1
+        self._engine = engine
+        self._link = engine.links[0]
+        self._link.send = self._send  # type: ignore[method-assign]
+        engine.described(0, EIGHT_TOKENS)
+        self._send(engine.opened(0, EIGHT_TOKENS))
+        self._link.is_connected = True
+        self.answer()
+
+    def _send(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._link.outstanding.append((plan.step_id, 0.0, True))
+
+    def answer(self) -> None:
+        """The oldest plan's result."""
+        step_id, _, _ = self._link.outstanding.popleft()
+        (plan,) = [plan for plan in self.plans if plan.step_id == step_id]
+        tokens = np.ones(len(plan.rows), dtype=np.int32)
+        self._engine.result(0, StepResult(plan.epoch, step_id, tokens))
+
+    async def planned(self, rows: int) -> None:
+        """Waits for the next plan, which must have so many rows."""
+        self._expected += 1
+        async with asyncio.timeout(5):
+            while len(self.plans) < self._expected:
+                await asyncio.sleep(0.001)
+        assert [len(plan.rows) for plan in self.plans[self._expected - 1 :]] == [rows]
+
+
+def test_masks_that_came_before_the_first_worker_are_of_use(tmp_path: Path) -> None:
+    """And a mask that does not come holds up nobody but its own sequence."""
+
+    async def scenario() -> None:
+        async with served(tmp_path) as (engine, peer, _):
+            for handle in (1, 2):
+                peer.submit(handle, bytes(8), constrained=True)
+                peer.mask(handle, 0)
+            while engine.held < 6:
+                await asyncio.sleep(0.01)
+            wire = Wire(engine)
+            await wire.planned(2)
+            wire.answer()
+            peer.mask(1, 1)
+            await wire.planned(1)
+            wire.answer()
+            peer.mask(1, 2)
+            peer.mask(2, 1)
+            await wire.planned(2)
+            for request in ("request-1", "request-2"):
+                peer.abort(request)
+                await peer.end()
+            assert engine.held == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_malformed_submit_fails_alone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as (engine, peer, _):
@@ -109,7 +182,7 @@ def test_a_malformed_submit_fails_alone(tmp_path: Path) -> None:
 def test_a_bug_ends_the_process_instead_of_leaving_it_deaf(tmp_path: Path, verb: str) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as (engine, peer, running):
-            setattr(engine, verb, lambda _: 1 // 0)
+            setattr(engine, verb, lambda *_: 1 // 0)
             if verb == "_plan":
                 engine.connected(0)
             else:

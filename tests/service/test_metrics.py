@@ -119,7 +119,8 @@ async def endings(endpoint: str) -> dict[str, int]:
             try:
                 async for response in call:
                     seen["tokens"] += len(response.token_ids)
-                    seen["prompt_tokens"] += response.usage.prompt_tokens
+                    if response.HasField("finish"):
+                        seen["prompt_tokens"] += response.usage.prompt_tokens
                     if number % 6 == 0 and number and response.token_ids:
                         call.cancel()
             except (aio.AioRpcError, asyncio.CancelledError):
