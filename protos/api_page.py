@@ -64,7 +64,7 @@ class Page:
             if field.HasField("oneof_index") and not field.proto3_optional:
                 group = self._comments[*path, ONEOFS, field.oneof_index]
                 text += f" *One of `{message.oneof_decl[field.oneof_index].name}`: {group}*"
-            rows.append((f"`{field.name}`", _type(field), str(field.number), text))
+            rows.append((f"`{field.name}`", _type(field, message), str(field.number), text))
         if rows:
             yield from _table(("field", "type", "number", ""), rows)
 
@@ -91,8 +91,12 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _type(field: FieldDescriptorProto) -> str:
+def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
     """As the .proto file has it."""
+    for entry in message.nested_type:
+        if entry.options.map_entry and field.type_name.endswith(f".{message.name}.{entry.name}"):
+            key, value = (_type(part, entry) for part in entry.field)
+            return f"map<{key}, {value}>"
     name = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
     kind = _link(field.type_name) if field.type_name else name
     if field.label == FieldDescriptorProto.LABEL_REPEATED:

@@ -7,6 +7,7 @@ loop, so that all of them are taken before the next schedule(). Decides nothing 
 import asyncio
 import time
 
+from scheduler_svc.cache_news import CacheReporter
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import RETRY_AFTER_MS, Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
 from scheduler_svc.fitting import core_config, foreign, smaller
@@ -34,6 +35,7 @@ class Engine:
         self._core: Scheduler | None = None
         self._served: WorkerDescription | None = None
         self._frontends = FrontendLinks(self)
+        self._cache = CacheReporter(self._frontends.tell_cache)
         self.links = [
             WorkerLink(group, endpoint, self, instance=instance, step_timeout=config.step_timeout)
             for group, endpoint in enumerate(config.workers)
@@ -109,6 +111,7 @@ class Engine:
         state.model.context_limit = self._core.context_limit
         state.model.vocabulary_size = self._served.vocabulary_size
         state.model.eos_token_ids.extend(self._served.eos_token_ids)
+        state.model.block_size = self._served.block_size
         return state
 
     def submit(self, request: Request) -> None:
@@ -172,6 +175,16 @@ class Engine:
         elif key in self._early:
             self._early_masks[key] = (position, allowed)
 
+    def watch_cache(self, peer: int, watch: bool) -> None:
+        """A frontend begins or ends following what is cached."""
+        self._cache.watch(peer, watch)
+
+    def flush_cache(self) -> bool:
+        """Forgets what is cached; False while a request is live."""
+        flushed = not self.held and (self._core is None or self._core.flush_cache())
+        self._cache.tell()
+        return flushed
+
     def request_ended(self, request: RequestStats) -> None:
         """For the statistics."""
         self._monitor.request_ended(request)
@@ -182,6 +195,7 @@ class Engine:
 
     def left(self, peer: int) -> None:
         """Ends what nobody reads any more."""
+        self._cache.watch(peer, False)
         for key in list(self._owners.get(peer, ())):
             self.cancel(key)
 
@@ -209,6 +223,7 @@ class Engine:
             raise StartupError(f"worker {self.links[group].endpoint} {problem}")
         self._core = Scheduler(core_config(self._config, description, self._hash_seed))
         self._served = description
+        self._cache.attach(self._core.cache_watch)
         self._submit_early(self._core)
 
     @property
@@ -245,6 +260,7 @@ class Engine:
     def lost(self, group: int) -> None:
         """Its sequences go back to the queue: to other groups at once, or to wait for its return."""
         self._deliver(self._running_core.worker_lost(group))
+        self._cache.tell()
         self._frontends.broadcast(self.state())
         self._wake_all()
 
@@ -292,9 +308,10 @@ class Engine:
             if plan is None:
                 if self._running_core.is_gathering(group) and not link.outstanding:
                     self._end_gathering_later(group)
-                return
+                break
             self._progressed = time.monotonic()
             link.send(plan)
+        self._cache.tell()
 
     def _end_gathering_later(self, group: int) -> None:
         if group not in self._gathering:

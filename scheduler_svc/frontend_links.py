@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
 
-from scheduler_svc.core import Ended, Request, RequeueCause, StepOutputs
+from scheduler_svc.core import CacheChange, CacheChanges, Ended, HashedBlock, Request, RequeueCause, StepOutputs
 from shared.errors import ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2
@@ -23,6 +23,8 @@ from shared.wire import pack, rules_from_pb, unpack
 
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
+MOST_CHANGES = 1024
+"""Changes of a cache in one message: a block of 256 tokens is a kilobyte."""
 
 _CAUSES = {
     RequeueCause.PREEMPTED: core_pb2.REQUEUE_CAUSE_PREEMPTED,
@@ -56,6 +58,12 @@ class FrontendListener(Protocol):
 
     def stats(self, max_requests: int) -> GetStatsResponse:
         """What the service has done, but for its load."""
+
+    def watch_cache(self, peer: int, watch: bool) -> None:
+        """A frontend begins or ends following what is cached."""
+
+    def flush_cache(self) -> bool:
+        """Forgets what is cached, unless a request is live; whether it did."""
 
     def left(self, peer: int) -> None:
         """A frontend is gone, with all its sequences."""
@@ -118,9 +126,14 @@ class FrontendLinks:
                 self._listener.request_ended(message.request_ended)
             case "stats_question":
                 asked = message.stats_question
-                stats = self._listener.stats(asked.max_requests)
-                told = core_pb2.StatsAnswer(question=asked.question, stats=stats)
-                self._send(peer, core_pb2.CoreMessage(stats_answer=told))
+                stats = core_pb2.StatsAnswer(question=asked.question, stats=self._listener.stats(asked.max_requests))
+                self._send(peer, core_pb2.CoreMessage(stats_answer=stats))
+            case "watch_cache":
+                self._listener.watch_cache(peer, message.watch_cache.watch)
+            case "flush_cache":
+                number, flushed = message.flush_cache.question, self._listener.flush_cache()
+                forgotten = core_pb2.FlushAnswer(question=number, flushed=flushed)
+                self._send(peer, core_pb2.CoreMessage(flush_answer=forgotten))
 
     def _submit(self, key: int, submit: core_pb2.Submit) -> None:
         try:
@@ -167,6 +180,13 @@ class FrontendLinks:
         for peer, batch in batches.items():
             batch.time_us = now
             self._send(peer, core_pb2.CoreMessage(tokens=batch))
+
+    def tell_cache(self, peer: int, news: CacheChanges) -> None:
+        """Tells one frontend what came into a group's cache, or left it."""
+        for start in range(0, len(news.changes) or 1, MOST_CHANGES):
+            message = core_pb2.CacheNews(group=news.group, cleared=news.cleared and not start)
+            message.changes.extend(map(_cache_change, news.changes[start : start + MOST_CHANGES]))
+            self._send(peer, core_pb2.CoreMessage(cache_news=message))
 
     def end(self, key: int, error: TandemError) -> None:
         """Tells a sequence's frontend that it failed."""
@@ -231,6 +251,19 @@ def _ended(ended: Ended) -> core_pb2.Ended:
         assert ended.stop_token_id is not None, "a stop token ended it"
         message.stop_token_id = ended.stop_token_id
     return message
+
+
+def _cache_change(change: CacheChange) -> core_pb2.CacheChange:
+    if not isinstance(change, HashedBlock):
+        return core_pb2.CacheChange(block=_name(change))
+    message = core_pb2.CacheChange(block=_name(change.digest), token_ids=change.content)
+    if change.parent:
+        message.parent = _name(change.parent)
+    return message
+
+
+def _name(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little")
 
 
 def failure(error: TandemError) -> core_pb2.Failure:

@@ -60,7 +60,7 @@ async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
     """The socket that takes the children's metrics, if there is an endpoint to tell them."""
     if config.metrics_port is None:
         return None
-    require_free(config.host, config.metrics_port, "--metrics-port")
+    require_free(config.host, config.metrics_port, port_flag="--metrics-port")
     path, hub = _socket_path(folder, "stat.sock"), MetricsHub()
     await hub.serve(path)
     serve_metrics(config.host, config.metrics_port, hub.read)

@@ -41,6 +41,10 @@ class LeaseHeld(TandemError):
     """Another scheduler holds the worker: retry later."""
 
 
+class NotReplayable(TandemError):
+    """What the caller wants to go on from is not kept: it starts over."""
+
+
 class RequestFailed(TandemError):
     """A fault of the service that ends one request alone."""
 

@@ -11,17 +11,19 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def require_free(host: str, port: int, flag: str = "--port") -> None:
-    """Raises StartupError, naming the flag, if something listens there: with SO_REUSEPORT a second server would
-    silently share it."""
+def require_free(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> None:
+    """Raises StartupError if something listens there: with SO_REUSEPORT a second server would silently share it.
+
+    The flags are those that the caller's user may change.
+    """
     with _socket(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT are no server
         try:
             probe.bind((host, port))
             probe.listen(1)
         except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                flag = "--host"
+            no_such_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            flag = host_flag if no_such_host else port_flag
             where = address(host, port)
             raise StartupError(f"can't listen on {where} ({error.strerror}): choose another {flag}") from None
 

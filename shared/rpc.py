@@ -53,6 +53,7 @@ STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Aborted: grpc.StatusCode.CANCELLED,
     errors.LeaseHeld: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NotReplayable: grpc.StatusCode.OUT_OF_RANGE,
     errors.RequestFailed: grpc.StatusCode.INTERNAL,
 }
 RETRY_AFTER = "grpc-retry-pushback-ms"

@@ -17,8 +17,8 @@ from shared.errors import StartupError, TandemError
 from shared.model_config import load_model_config
 from shared.process import STARTUP_FAILED, die_with_parent
 from shared.telemetry import configure_logging
+from tandem import gateway, talk
 from tandem import serve as serving
-from tandem import talk
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.help import RUN, USE, Command, Commands, examples
 from tandem.models import BUILT_IN, built_in_name, model_folder
@@ -57,14 +57,40 @@ def _serve(model: Model = "tiny", **options: Any) -> None:
     Prints one line when ready. Ctrl-C stops all of it; a second Ctrl-C does not wait for running streams.
     """
     configure_logging("serve")
+    raise typer.Exit(asyncio.run(serving.run(*_serve_settings(model, options))))
+
+
+GatewayOptions = Annotated[list[str] | None, typer.Argument(help="Further options of the gateway, after --.")]
+
+
+def _openai(gateway_options: GatewayOptions = None, model: Model = "tiny", **options: Any) -> None:
+    """Serves a model with OpenAI's HTTP API: `tandem serve` behind the gateway smg.
+
+    Needs pip install 'tandem-serve[gateway]'.
+
+    Prints one line when ready. Ctrl-C stops all of it; a second Ctrl-C does not wait for running streams.
+    """
+    configure_logging("openai")
+    config = gateway.GatewayConfig(**_taken(options, gateway.GatewayConfig))
+    gateway.require_installed()
+    settings = _serve_settings(model, options)
+    raise typer.Exit(asyncio.run(gateway.run(config, gateway_options or [], *settings)))
+
+
+def _serve_settings(model: str, options: dict[str, Any]) -> tuple[serving.ServeConfig, str, list[str], list[str]]:
+    """What is wrong is told once, before a process is started that would tell it too."""
     folder = model_folder(model)
-    config = serving.ServeConfig(**{field.name: options.pop(field.name) for field in fields(serving.ServeConfig)})
+    config = serving.ServeConfig(**_taken(options, serving.ServeConfig))
     scheduler, worker = _given(options, SchedulerConfig), _given(options, WorkerConfig)
-    # What is wrong is told once, before a process is started that would tell it too.
     load_model_config(folder)
     SchedulerConfig(model=folder, workers=(DEFAULT_ENDPOINT,), **scheduler)
     WorkerConfig(model=str(folder), **worker)
-    raise typer.Exit(asyncio.run(serving.run(config, model, _arguments(scheduler), _arguments(worker))))
+    return config, model, _arguments(scheduler), _arguments(worker)
+
+
+def _taken(options: dict[str, Any], settings: type[Any]) -> dict[str, Any]:
+    """Takes the settings' own options out of all."""
+    return {field.name: options.pop(field.name) for field in fields(settings)}
 
 
 def _given(options: dict[str, Any], settings: type[Any]) -> dict[str, Any]:
@@ -101,21 +127,23 @@ def _worker(**options: Any) -> None:
 
 
 SERVE_SETS = ("model", "workers", "host", "port", "metrics_port", "drain_timeout")
+SERVE_OPTIONS = [
+    *parameters(serving.ServeConfig),
+    *parameters(SchedulerConfig, without=SERVE_SETS, optional=True, heading="The scheduler"),
+    *parameters(WorkerConfig, without=SERVE_SETS, optional=True, heading="Each worker"),
+]
 app.command(
     "serve",
     cls=Command,
     rich_help_panel=RUN,
     epilog=examples("tandem serve --model tiny", "tandem serve --model /models/Qwen3-8B --tensor-parallel 2"),
-)(
-    with_parameters(
-        _serve,
-        [
-            *parameters(serving.ServeConfig),
-            *parameters(SchedulerConfig, without=SERVE_SETS, optional=True, heading="The scheduler"),
-            *parameters(WorkerConfig, without=SERVE_SETS, optional=True, heading="Each worker"),
-        ],
-    )
-)
+)(with_parameters(_serve, SERVE_OPTIONS))
+app.command(
+    "openai",
+    cls=Command,
+    rich_help_panel=RUN,
+    epilog=examples("tandem openai --model tiny"),
+)(with_parameters(_openai, [*parameters(gateway.GatewayConfig), *SERVE_OPTIONS]))
 app.command(
     "scheduler",
     cls=Command,

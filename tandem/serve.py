@@ -77,7 +77,7 @@ class Service:
     async def stop(self, hurry: asyncio.Event) -> None:
         """Streams end when the scheduler has drained them, so the workers go last. `hurry` ends the wait."""
         await self.family.stop(["scheduler"], self.config.drain_timeout + 3.0, hurry)
-        workers = [name for name in self.family.children if name != "scheduler"]
+        workers = [name for name in self.family.children if name.startswith("worker-")]
         await self.family.stop(workers, WORKER_GRACE_S, hurry)
 
 

@@ -1,5 +1,6 @@
 """`tandem top`: asks a service for its statistics again and again, and shows what that amounts to."""
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -58,13 +59,19 @@ class Watch:
 
 
 def run(client: Client, endpoint: str, interval_s: float, *, once: bool) -> None:
-    """Shows frame after frame until Ctrl-C; with `once` prints the first. A service that goes away is waited for."""
+    """Shows frame after frame until Ctrl-C; with `once` prints the first."""
     watch = Watch(client, endpoint)
-    time.sleep(interval_s)
-    frame = watch.frame()
-    if once:
-        Console().print(view(frame))
-        return
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(interval_s)
+        frame = watch.frame()
+        if once:
+            Console().print(view(frame))
+        else:
+            _live(watch, frame, interval_s)
+
+
+def _live(watch: Watch, frame: Frame, interval_s: float) -> None:
+    """A service that goes away is waited for."""
     with Live(view(frame), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)

@@ -45,7 +45,7 @@ async def launch(config: WorkerConfig) -> None:
     check_model(config, load_model_config(config.folder))
     require_free(config.host, config.port)
     if config.metrics_port is not None:
-        require_free(config.host, config.metrics_port, "--metrics-port")
+        require_free(config.host, config.metrics_port, port_flag="--metrics-port")
     with (
         stop_signals() as stopped,
         tempfile.TemporaryDirectory(prefix="tandem-worker-", ignore_cleanup_errors=True) as name,

@@ -29,6 +29,8 @@ from worker_svc.step_threads import Group, StepThreads
 
 _log = structlog.get_logger(__name__)
 
+MEASURE_S = 1.0
+
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
@@ -79,8 +81,6 @@ class WorkerServer:
         """Beats and keeps the health service true, for ever."""
         while True:
             self._progress.beat()
-            if self._runner is not None:
-                count_runner(self._runner, self._stats)
             await self._update_health()
             await asyncio.sleep(BEAT_S)
 
@@ -91,6 +91,13 @@ class WorkerServer:
         ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for one in ended:
             one.result()
+
+    async def measure(self) -> None:
+        """Keeps true what is told of the runner and its memory, for ever."""
+        while True:
+            if self._runner is not None:
+                count_runner(self._runner, self._stats)
+            await asyncio.sleep(MEASURE_S)
 
     async def drain(self) -> None:
         """Opens no new stream; lets the one that is open go on until it ends, at most for the drain timeout."""
@@ -123,7 +130,7 @@ async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress, stat
     """Serves until SIGTERM. Raises StartupError where it can't begin to, and what breaks the group."""
     server = WorkerServer(config, progress, stats)
     port = await server.start()
-    watch = asyncio.create_task(server.watch())
+    background = [asyncio.create_task(server.watch()), asyncio.create_task(server.measure())]
     try:
         description = await server.load(rendezvous)
         with stop_signals() as stopped:  # until here SIGTERM just ends the process: a load can't be interrupted
@@ -132,7 +139,8 @@ async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress, stat
             _log.info("draining")
             await server.drain()
     finally:
-        watch.cancel()
+        for task in background:
+            task.cancel()
         await server.stop()
 
 

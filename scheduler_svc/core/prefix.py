@@ -22,6 +22,12 @@ class HashedBlock(NamedTuple):
     """xxh3_128 chained over (salt, all tokens up to the block's end)."""
     content: bytes
     """The block's tokens, int32."""
+    parent: bytes
+    """Digest of the block that it continues; of a first block: of its salt, or empty if it has none."""
+
+
+CacheChange: TypeAlias = HashedBlock | bytes
+"""What a prefix map gained, or the digest of what it lost."""
 
 
 def hash_blocks(hashed: list[HashedBlock], tokens: IntArray, salt: str, block_size: int, seed: int) -> None:
@@ -29,10 +35,12 @@ def hash_blocks(hashed: list[HashedBlock], tokens: IntArray, salt: str, block_si
     width = 4 * block_size
     data = tokens[len(hashed) * block_size : len(tokens) // block_size * block_size].tobytes()
     digest = hashed[-1].digest if hashed else xxh3_128_digest(salt.encode(), seed)
+    parent = digest if hashed or salt else b""
     for start in range(0, len(data), width):
         content = data[start : start + width]
         digest = xxh3_128_digest(digest + content, seed)
-        hashed.append(HashedBlock(digest, content))
+        hashed.append(HashedBlock(digest, content, parent))
+        parent = digest
 
 
 class PrefixMap:
@@ -40,14 +48,20 @@ class PrefixMap:
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._digest: list[bytes | None] = [None] * num_blocks
-        self._content: list[bytes] = [b""] * num_blocks
+        self._item: list[HashedBlock | None] = [None] * num_blocks
         self._parent: list[Parent] = [""] * num_blocks
         self._entry: list[int] = [0] * num_blocks
         self._entries = 0  # numbers are never reused: a child can't be taken for another parent's
+        self.changes: list[CacheChange] | None = None
+        """What came and went since somebody emptied it; None while nobody watches."""
 
     def __contains__(self, block: int) -> bool:
-        return self._digest[block] is not None
+        return self._item[block] is not None
+
+    def entered(self) -> list[HashedBlock]:
+        """What the published blocks hold, parents before children. O(pool)."""
+        blocks = sorted(self._block_of.values(), key=self._entry.__getitem__)
+        return [item for block in blocks if (item := self._item[block]) is not None]
 
     def match(self, hashed: Sequence[HashedBlock], salt: str) -> tuple[list[int], Parent]:
         """The blocks of the longest published prefix, and the last one's entry."""
@@ -70,11 +84,17 @@ class PrefixMap:
 
     def forget(self, block: int) -> None:
         """Removes the block's entry, if it has one."""
-        digest = self._digest[block]
-        if digest is not None:
-            del self._block_of[digest]
-            self._digest[block] = None
-            self._content[block] = b""
+        item = self._item[block]
+        if item is not None:
+            del self._block_of[item.digest]
+            self._item[block] = None
+            if self.changes is not None:
+                self.changes.append(item.digest)
+
+    def forget_all(self) -> None:
+        """Removes every entry."""
+        for block in list(self._block_of.values()):
+            self.forget(block)
 
     def with_descendants(self, blocks: Iterable[int]) -> set[int]:
         """These blocks and all published ones that continue one of them. O(pool), for rare events."""
@@ -89,9 +109,10 @@ class PrefixMap:
 
     def _find(self, item: HashedBlock, parent: Parent) -> int | None:
         block = self._block_of.get(item.digest)
-        if block is None or self._parent[block] != parent or self._content[block] != item.content:
+        if block is None or self._parent[block] != parent:
             return None
-        return block
+        known = self._item[block]
+        return block if known is not None and known.content == item.content else None
 
     def _enter(self, block: int, item: HashedBlock, parent: Parent) -> int:
         unreachable = self._block_of.get(item.digest)
@@ -99,11 +120,13 @@ class PrefixMap:
             self.forget(unreachable)
         self._entries += 1
         self._block_of[item.digest] = block
-        self._digest[block], self._content[block] = item
+        self._item[block] = item
         self._parent[block], self._entry[block] = parent, self._entries
+        if self.changes is not None:
+            self.changes.append(item)
         return self._entries
 
     def check(self) -> None:
         """Asserts that blocks and digests map to each other."""
-        entered = {digest: block for block, digest in enumerate(self._digest) if digest is not None}
+        entered = {item.digest: block for block, item in enumerate(self._item) if item is not None}
         assert entered == self._block_of, "prefix map and blocks disagree"

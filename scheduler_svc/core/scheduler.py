@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from scheduler_svc.core.cache_watch import CacheWatch
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import empty_plan
 from scheduler_svc.core.group import Group
@@ -29,6 +30,8 @@ class Scheduler:
         self._limits = Limits(config)
         self._life = Lifecycle(self._groups)
         self._planner = Planner(config, self._life, self._limits, self._groups)
+        self.cache_watch = CacheWatch(self._groups, config.num_groups)
+        """What the prefix caches gain and lose, for who watches."""
         self._epochs = 0
         self._arrivals = 0
 
@@ -44,6 +47,7 @@ class Scheduler:
         self._epochs += 1
         self._limits.set_pool(group, num_blocks)
         self._groups[group] = Group(group, self._epochs, num_blocks, self.config)
+        self.cache_watch.opened(self._groups[group])
         for sequence in self._life.queue:
             if not self._limits.fits_somewhere(sequence.limit):
                 self._refit(sequence)
@@ -69,6 +73,7 @@ class Scheduler:
                 self._life.counters.quarantined += 1
                 self._life.end(sequence, RequestFailed(f"workers were lost {MOST_LOSSES} times while they computed it"))
         del self._groups[number]
+        self.cache_watch.closed(number)
 
     def _refit(self, sequence: Sequence) -> None:
         try:
@@ -143,6 +148,14 @@ class Scheduler:
         sequence.mask, sequence.mask_position = allowed, position
         if group is not None and sequence.slot not in group.prefilling:
             group.masked[sequence.slot] = sequence
+
+    def flush_cache(self) -> bool:
+        """Forgets every cached prefix; False, and nothing is forgotten, while a sequence is live."""
+        if self._life.by_key:
+            return False
+        for group in self._groups.values():
+            group.pool.prefix.forget_all()
+        return True
 
     # Steps.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -42,6 +42,16 @@ _CAUSES = {
 _log = structlog.get_logger(__name__)
 
 
+class CacheListener(Protocol):
+    """Who follows what is cached."""
+
+    def cache_news(self, news: core_pb2.CacheNews) -> None:
+        """Something came into a group's cache, or left it."""
+
+    def cache_lost(self) -> None:
+        """The core is gone; its successor begins with nothing."""
+
+
 class CoreLink:
     """What the frontend knows of the core and asks of it."""
 
@@ -55,6 +65,7 @@ class CoreLink:
         self._last_handle = 0
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._last_question = 0
+        self._cache_listener: CacheListener | None = None
         self._model = core_pb2.ServedModel()
         self._ready = asyncio.Event()
         self.state: core_pb2.CoreState | None = None
@@ -97,6 +108,8 @@ class CoreLink:
             self.resubmissions += 1
             self._send_submit(sample)
             _log.info("submitted again", request_id=sample.submission.request_id, handle=handle)
+        if self._cache_listener is not None:
+            self._send(core_pb2.FrontendMessage(watch_cache=core_pb2.WatchCache(watch=True)))
         while (payload := await read_message(reader)) is not None:
             started = time.perf_counter()
             self._handle(core_pb2.CoreMessage.FromString(payload))
@@ -107,6 +120,8 @@ class CoreLink:
         self.state = None
         self._ready.clear()
         self.changed.set()
+        if self._cache_listener is not None:
+            self._cache_listener.cache_lost()
         questions, self._questions = self._questions, {}
         for answer in questions.values():
             if not answer.done():
@@ -164,6 +179,11 @@ class CoreLink:
         stats: GetStatsResponse = answer.stats
         return stats
 
+    async def flush_cache(self) -> bool:
+        """Has every cached prefix forgotten; False while a request is live anywhere."""
+        answer = await self._ask(core_pb2.FrontendMessage(flush_cache=core_pb2.FlushCache()))
+        return bool(answer.flushed)
+
     async def _ask(self, message: core_pb2.FrontendMessage) -> Any:
         """The core's answer to a question, which gets its number here. Raises Unavailable where the core dies first."""
         await self.ready()
@@ -181,6 +201,12 @@ class CoreLink:
     def request_ended(self, request: RequestStats) -> None:
         """For the core's statistics, which go without it while the core is away."""
         self._send(core_pb2.FrontendMessage(request_ended=request))
+
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        """Begins telling the listener what is cached, from the beginning; None ends it."""
+        self._cache_listener = listener
+        watch = core_pb2.WatchCache(watch=listener is not None)
+        self._send(core_pb2.FrontendMessage(watch_cache=watch))
 
     @property
     def held(self) -> int:
@@ -224,8 +250,12 @@ class CoreLink:
             self._answered(message.abort_answer)
         elif kind == "stats_answer":
             self._answered(message.stats_answer)
+        elif kind == "flush_answer":
+            self._answered(message.flush_answer)
+        elif kind == "cache_news" and self._cache_listener is not None:
+            self._cache_listener.cache_news(message.cache_news)
 
-    def _answered(self, answer: core_pb2.AbortAnswer | core_pb2.StatsAnswer) -> None:
+    def _answered(self, answer: core_pb2.AbortAnswer | core_pb2.StatsAnswer | core_pb2.FlushAnswer) -> None:
         waiting = self._questions.get(answer.question)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)

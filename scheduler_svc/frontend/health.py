@@ -1,7 +1,7 @@
 """grpc.health.v1 as truth: what the core's last word and this process's own state amount to.
 
 `liveness`: this process turns. `readiness` and ``: warm, making progress, not draining; a standby is ready too.
-`tandem.Active` and the service's own name: requests are served here and now.
+`tandem.Active` and the services' own names: requests are served here and now.
 """
 
 from grpc_health.v1 import health_pb2
@@ -10,6 +10,7 @@ from grpc_health.v1.health import aio as health
 from scheduler_svc.frontend.core_link import CoreLink
 
 SERVICE = "tandem.v1.GenerationService"
+VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 ACTIVE = "tandem.Active"
 READINESS = "readiness"
 LIVENESS = "liveness"
@@ -38,10 +39,25 @@ class Health:
         self._draining = True
         await self._update()
 
-    async def _update(self) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Able to serve or to take over."""
         state = self._link.state
-        open_ = state is not None and not self._draining
-        ready = open_ and state is not None and state.HasField("model") and state.progressing
-        active = open_ and state is not None and state.active
-        for name, serving in (("", ready), (READINESS, ready), (ACTIVE, active), (SERVICE, active)):
+        return not self._draining and state is not None and state.HasField("model") and state.progressing
+
+    @property
+    def is_active(self) -> bool:
+        """Requests are served here and now."""
+        state = self._link.state
+        return not self._draining and state is not None and state.active
+
+    async def _update(self) -> None:
+        ready, active = self.is_ready, self.is_active
+        for name, serving in (
+            ("", ready),
+            (READINESS, ready),
+            (ACTIVE, active),
+            (SERVICE, active),
+            (VLLM_ENGINE, active),
+        ):
             await self.servicer.set(name, _Status.SERVING if serving else _Status.NOT_SERVING)

@@ -19,16 +19,18 @@ from grpc import aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.core import Metric
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.core_link import CoreLink
 from scheduler_svc.frontend.grammar_compiler import GrammarCompiler
-from scheduler_svc.frontend.health import SERVICE, Health
+from scheduler_svc.frontend.health import SERVICE, VLLM_ENGINE, Health
 from scheduler_svc.frontend.matcher import GrammarTokenizer
 from scheduler_svc.frontend.metrics import frontend_metrics
 from scheduler_svc.frontend.prompts import Prompts
 from scheduler_svc.frontend.service import GenerationService
 from scheduler_svc.frontend.tracing import Tracing, make_tracing
+from scheduler_svc.frontend.vllm_engine.service import VllmEngine
 from scheduler_svc.process_metrics import process_metrics
 from scheduler_svc.snapshots import push
 from shared.errors import StartupError, Unavailable
@@ -62,6 +64,7 @@ class Frontend:
         self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
         self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link, self._tracing)
+        self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health)
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
         self.own_port = 0
@@ -71,8 +74,10 @@ class Frontend:
         age = round(self._config.max_connection_age * 1000)
         server = make_server(share_port=True, options=[("grpc.max_connection_age_ms", age)])
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.service, server)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
-        reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+        names = (SERVICE, VLLM_ENGINE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
         return server
 
     async def start(self) -> None:

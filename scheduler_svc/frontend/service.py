@@ -5,7 +5,7 @@ Converts protobuf at this edge. Errors are raised by kind and become status code
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from scheduler_svc.frontend.bounds import checked_ids
@@ -61,7 +61,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._draining = True
         await self._idle.wait()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
         self._refuse_if_draining()
         trace = self._tracing.begin(context.invocation_metadata())
         record = Record(request.request_id or uuid.uuid4().hex, trace, self.counts)

@@ -44,7 +44,7 @@ class Vocabulary:
         """The same with the text of special tokens."""
         known = self._known.get(token_id)
         if known is None:
-            known = self._known[token_id] = _bytes_of(self._tokenizer.id_to_token(token_id) or "")
+            known = self._known[token_id] = bytes_of(self._tokenizer.id_to_token(token_id) or "")
         return known
 
 
@@ -58,7 +58,7 @@ def _byte_of_character() -> dict[str, int]:
 _BYTES = _byte_of_character()
 
 
-def _bytes_of(token: str) -> bytes:
+def bytes_of(token: str) -> bytes:
     """Bytes of one entry of the vocabulary; an added token outside the alphabet stands for its own text."""
     try:
         return bytes(_BYTES[character] for character in token)

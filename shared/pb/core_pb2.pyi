@@ -64,6 +64,8 @@ class FrontendMessage(_message.Message):
     MASK_READY_FIELD_NUMBER: _builtins.int
     REQUEST_ENDED_FIELD_NUMBER: _builtins.int
     STATS_QUESTION_FIELD_NUMBER: _builtins.int
+    WATCH_CACHE_FIELD_NUMBER: _builtins.int
+    FLUSH_CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit:
         """A new sequence."""
@@ -88,6 +90,14 @@ class FrontendMessage(_message.Message):
     def stats_question(self) -> Global___StatsQuestion:
         """A client asks for the statistics."""
 
+    @_builtins.property
+    def watch_cache(self) -> Global___WatchCache:
+        """Whether the frontend wants to follow what is cached."""
+
+    @_builtins.property
+    def flush_cache(self) -> Global___FlushCache:
+        """Forget every cached prefix."""
+
     def __init__(
         self,
         *,
@@ -97,12 +107,14 @@ class FrontendMessage(_message.Message):
         mask_ready: Global___MaskReady | None = ...,
         request_ended: _generation_pb2.RequestStats | None = ...,
         stats_question: Global___StatsQuestion | None = ...,
+        watch_cache: Global___WatchCache | None = ...,
+        flush_cache: Global___FlushCache | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question", "watch_cache", "flush_cache"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -292,6 +304,50 @@ class AbortById(_message.Message):
 Global___AbortById: _TypeAlias = AbortById  # noqa: Y015
 
 @_typing.final
+class WatchCache(_message.Message):
+    """Begins or ends telling this frontend what is cached: first all that is, then what changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WATCH_FIELD_NUMBER: _builtins.int
+    watch: _builtins.bool
+    """Whether to tell."""
+    def __init__(
+        self,
+        *,
+        watch: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["watch", b"watch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCache: _TypeAlias = WatchCache  # noqa: Y015
+
+@_typing.final
+class FlushCache(_message.Message):
+    """Asks to forget every cached prefix, which happens only while no request is live."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """Number of this question, returned in the answer."""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCache: _TypeAlias = FlushCache  # noqa: Y015
+
+@_typing.final
 class MaskReady(_message.Message):
     """The tokens that a constrained sequence may sample as its output token number `position`."""
 
@@ -331,6 +387,8 @@ class CoreMessage(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ABORT_ANSWER_FIELD_NUMBER: _builtins.int
     STATS_ANSWER_FIELD_NUMBER: _builtins.int
+    FLUSH_ANSWER_FIELD_NUMBER: _builtins.int
+    CACHE_NEWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def state(self) -> Global___CoreState:
         """The core's state: first on every connection, then on each change and every half second."""
@@ -347,6 +405,14 @@ class CoreMessage(_message.Message):
     def stats_answer(self) -> Global___StatsAnswer:
         """The answer to StatsQuestion."""
 
+    @_builtins.property
+    def flush_answer(self) -> Global___FlushAnswer:
+        """The answer to FlushCache."""
+
+    @_builtins.property
+    def cache_news(self) -> Global___CacheNews:
+        """For a frontend that watches the cache."""
+
     def __init__(
         self,
         *,
@@ -354,12 +420,14 @@ class CoreMessage(_message.Message):
         tokens: Global___TokenBatch | None = ...,
         abort_answer: Global___AbortAnswer | None = ...,
         stats_answer: Global___StatsAnswer | None = ...,
+        flush_answer: Global___FlushAnswer | None = ...,
+        cache_news: Global___CacheNews | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "cache_news", b"cache_news", "flush_answer", b"flush_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_answer", b"abort_answer", "cache_news", b"cache_news", "flush_answer", b"flush_answer", "kind", b"kind", "state", b"state", "stats_answer", b"stats_answer", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer", "stats_answer"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["state", "tokens", "abort_answer", "stats_answer", "flush_answer", "cache_news"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -425,12 +493,15 @@ class ServedModel(_message.Message):
     CONTEXT_LIMIT_FIELD_NUMBER: _builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """Number format of weights and K/V."""
     context_limit: _builtins.int
     """Most tokens of a prompt and its output together: min(model's, largest pool's capacity)."""
     vocabulary_size: _builtins.int
     """Number of token ids."""
+    block_size: _builtins.int
+    """Tokens per K/V block."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -442,10 +513,11 @@ class ServedModel(_message.Message):
         context_limit: _builtins.int = ...,
         vocabulary_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_limit", b"context_limit", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "context_limit", b"context_limit", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -797,3 +869,95 @@ class StatsAnswer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsAnswer: _TypeAlias = StatsAnswer  # noqa: Y015
+
+@_typing.final
+class FlushAnswer(_message.Message):
+    """The answer to FlushCache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    FLUSHED_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """The question's number."""
+    flushed: _builtins.bool
+    """Whether no request was live."""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        flushed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flushed", b"flushed", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushAnswer: _TypeAlias = FlushAnswer  # noqa: Y015
+
+@_typing.final
+class CacheNews(_message.Message):
+    """What one worker group's prefix cache gained and lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """The group's number."""
+    cleared: _builtins.bool
+    """All that it held before is gone."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheChange]:
+        """What came and went after that, in order; a parent comes before its children."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        cleared: _builtins.bool = ...,
+        changes: _abc.Iterable[Global___CacheChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "cleared", b"cleared", "group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheNews: _TypeAlias = CacheNews  # noqa: Y015
+
+@_typing.final
+class CacheChange(_message.Message):
+    """A block that came into a cache, or one that left it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    """Names the block's content and all that precedes it."""
+    token_ids: _builtins.bytes
+    """int32: its tokens. Empty: it is not cached any more."""
+    parent: _builtins.int
+    """The block that it continues; unset for the first block of a prompt without salt. The first block of a prompt with a
+    salt names one that is never told of.
+    """
+    def __init__(
+        self,
+        *,
+        block: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        parent: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block", b"block", "parent", b"parent", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
+    _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
+
+Global___CacheChange: _TypeAlias = CacheChange  # noqa: Y015

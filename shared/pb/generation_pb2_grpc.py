@@ -77,7 +77,8 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds.
+        """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds. Initial
+        metadata (tandem-request-id-bin: the request's id) comes when the request is accepted, before it is computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,9 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds."""
+    """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds. Initial
+    metadata (tandem-request-id-bin: the request's id) comes when the request is accepted, before it is computed.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends a live request by its id, whichever connection started it. Its stream ends with CANCELLED."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
@@ -54,7 +56,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds."""
+    """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds. Initial
+    metadata (tandem-request-id-bin: the request's id) comes when the request is accepted, before it is computed.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a live request by its id, whichever connection started it. Its stream ends with CANCELLED."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -77,7 +81,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds."""
+        """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds. Initial
+        metadata (tandem-request-id-bin: the request's id) comes when the request is accepted, before it is computed.
+        """
 
     @_abc_1.abstractmethod
     def Abort(

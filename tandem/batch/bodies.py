@@ -7,32 +7,33 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from shared.errors import DeadlineExceeded, InvalidRequest, TandemError
 from tandem.batch.request_lines import CHAT, RequestLine
 from tandem.requests import Prompt
+from tandem.token_values import TokenLogprob
 from tandem.values import Completion, Sample
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n")
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "n"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "allowed_token_ids"),
+)
 _STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
-_NAMES = {name: name for name in (*_SAMPLING, *_STOPPING, "cache_salt", "priority")}
+_OUTPUT = ("include_stop_str_in_output", "skip_special_tokens")
+_NAMES = {name: name for name in (*_SAMPLING, *_STOPPING, *_OUTPUT, "cache_salt", "priority")}
 _CHAT_NAMES = _NAMES | {
     "max_completion_tokens": "max_tokens",
     "tools": "tools",
     "chat_template_kwargs": "template_kwargs",
     "add_generation_prompt": "add_generation_prompt",
 }
+_TEXT_NAMES = _NAMES | {"echo": "echo"}
+_CONVERTED = {"logit_bias", "logprobs", "top_logprobs"}
 _WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _NEUTRAL: dict[str, Sequence[Any]] = {
     "stream": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "response_format": ({"type": "text"},),
@@ -56,14 +57,32 @@ def work_of(request: RequestLine, model_name: str) -> Work:
     if body.get("model", model_name) != model_name:
         raise InvalidRequest("model", f"{body['model']!r} is not served here, {model_name!r} is")
     chat = request.url == CHAT
-    names = _CHAT_NAMES if chat else _NAMES
-    options = {names[name]: value for name, value in body.items() if name in names}
-    for name in body.keys() - names.keys() - _WITHOUT_EFFECT - {"messages" if chat else "prompt"}:
+    names = _CHAT_NAMES if chat else _TEXT_NAMES
+    options = {names[name]: value for name, value in body.items() if name in names} | _converted(body, chat)
+    for name in body.keys() - names.keys() - _CONVERTED - _WITHOUT_EFFECT - {"messages" if chat else "prompt"}:
         if body[name] not in _NEUTRAL.get(name, ()):
             raise InvalidRequest(name, "is not supported by tandem batch")
     if isinstance(options.get("seed"), int):
         options["seed"] %= 1 << 64  # OpenAI's are signed
     return Work((_messages(body),) if chat else _prompts(body), options)
+
+
+def _converted(body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+    """Options whose form differs: JSON's keys are texts, and chats ask for logprobs by two fields."""
+    options: dict[str, Any] = {}
+    if bias := body.get("logit_bias"):
+        try:
+            options["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise InvalidRequest("logit_bias", "must be an object of token ids and numbers") from None
+    logprobs = body.get("logprobs", False)
+    if chat and not isinstance(logprobs, bool):
+        raise InvalidRequest("logprobs", "must be true or false; top_logprobs is the number")
+    if "top_logprobs" in body and not (chat and logprobs):
+        raise InvalidRequest("top_logprobs", "requires logprobs to be true, in chats")
+    if logprobs is not False:
+        options["logprobs"] = body.get("top_logprobs", 0) if chat else logprobs
+    return options
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -100,26 +119,45 @@ def response_of(request: RequestLine, model_name: str, completions: Sequence[Com
     """The line of a request that was computed."""
     chat = request.url == CHAT
     choice = _chat_choice if chat else _text_choice
-    samples = [sample for completion in completions for sample in completion.samples]
+    choices = [choice(completion, sample) for completion in completions for sample in completion.samples]
     request_id = completions[0].request_id
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model_name,
-        "choices": [choice(index, sample) for index, sample in enumerate(samples)],
+        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
         "usage": _usage(completions),
     }
     return _line(request, 200, request_id, body)
 
 
-def _chat_choice(index: int, sample: Sample) -> dict[str, Any]:
+def _chat_choice(completion: Completion, sample: Sample) -> dict[str, Any]:
     message = {"role": "assistant", "content": sample.text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": None, "finish_reason": sample.finish.reason}
+    logprobs = {"content": [_chat_logprob(token) for token in sample.logprobs]} if sample.logprobs else None
+    return {"message": message, "logprobs": logprobs, "finish_reason": sample.finish.reason}
 
 
-def _text_choice(index: int, sample: Sample) -> dict[str, Any]:
-    return {"index": index, "text": sample.text, "logprobs": None, "finish_reason": sample.finish.reason}
+def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
+    top = [{"token": one.text, "logprob": one.logprob, "bytes": one.bytes} for one in token.top_logprobs]
+    return {"token": token.text, "logprob": token.logprob, "bytes": token.bytes, "top_logprobs": top}
+
+
+def _text_choice(completion: Completion, sample: Sample) -> dict[str, Any]:
+    echoed = completion.prompt.text if completion.prompt is not None else ""
+    logprobs = _text_logprobs(sample.logprobs, len(echoed)) if sample.logprobs else None
+    return {"text": echoed + sample.text, "logprobs": logprobs, "finish_reason": sample.finish.reason}
+
+
+def _text_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """Of the output's tokens, not of an echoed prompt's."""
+    lengths = [len(token.text) for token in tokens]
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{one.text: one.logprob for one in token.top_logprobs} for token in tokens],
+        "text_offset": list(accumulate(lengths, initial=offset))[:-1],
+    }
 
 
 def _usage(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class BatchConfig:
 def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str | None:
     """Computes a batch; what the caller must hear if not every request succeeded.
 
-    Raises StartupError for a bad file, Unavailable where the service is not there or stays away.
+    Raises StartupError for a bad file, Unavailable where the service is not there or stays away, TandemError after
+    Ctrl-C.
     """
     ids = custom_ids(source)
     with Journal(target) as journal:
@@ -55,12 +56,17 @@ def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str |
         try:
             asyncio.run(_Batch(endpoint, source, journal, len(ids), config).run())
         except Unavailable as error:
-            left = len(ids) - len(journal.done)
-            raise Unavailable(f"{error}; {left} of {len(ids)} requests are left: run the same again") from None
+            raise Unavailable(f"{error}; {_left(ids, journal)}") from None
+        except KeyboardInterrupt:
+            raise TandemError(f"stopped; {_left(ids, journal)}") from None
         assert journal.done == ids, "every request has a line"
         if journal.failed:
             return f"{journal.failed} of {len(ids)} requests failed: see status_code in {target}"
         return None
+
+
+def _left(ids: set[str], journal: Journal) -> str:
+    return f"{len(ids) - len(journal.done)} of {len(ids)} requests are left: run the same again"
 
 
 class _Batch:

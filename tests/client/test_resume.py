@@ -12,7 +12,9 @@ from tokenizers import Tokenizer
 
 import tandem
 from shared.pb import core_pb2
+from shared.pb import generation_pb2 as pb
 from tandem import Client, Delta
+from tandem.resume import Progress
 from tests.client.conftest import Server
 from tests.frontend.fake_core import Answer, failed, ids, length, pack_ints, stopped
 
@@ -202,3 +204,28 @@ def test_an_abort_reaches_the_endpoint_that_has_the_request(server: Server, mode
             assert not client.abort("nobody")
     finally:
         other.stop()
+
+
+def _first_of_prompt(index: int, number: int) -> pb.GenerateResponse:
+    """A piece of what is told of the prompt, before any token."""
+    response = pb.GenerateResponse(index=index, prompt_logprobs=[pb.TokenLogprob(token_id=number, rank=1)])
+    if number == 0:
+        response.echo.text = "The"
+    return response
+
+
+def test_what_is_told_of_the_prompt_is_told_once() -> None:
+    """Cut before the first token, a server tells it again from its beginning."""
+    progress = Progress(pb.GenerateRequest(n=2, output={"prompt_logprobs": 1, "echo": True}))  # type: ignore[arg-type]
+    assert len(progress.remaining()) == 1
+    told = [progress.take(_first_of_prompt(0, number)) for number in range(2)]
+    (again,) = progress.remaining()
+    assert again.n == 2
+    told += [progress.take(_first_of_prompt(0, number)) for number in range(3)]
+    progress.take(pb.GenerateResponse(index=1, token_ids=[7]))
+    first, second = progress.remaining()
+    assert first.output.HasField("prompt_logprobs") and not second.output.HasField("prompt_logprobs")
+    told += [progress.take(_first_of_prompt(0, number)) for number in range(4)]
+    told.append(progress.take(pb.GenerateResponse(index=1, echo={"text": "The"})))  # type: ignore[arg-type]
+    assert [token.token_id for delta in told for token in delta.prompt_logprobs] == [0, 1, 2, 3]
+    assert [delta.echo.text for delta in told if delta.echo is not None] == ["The"]

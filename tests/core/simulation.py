@@ -314,9 +314,9 @@ class Simulation:
             assert state.table == sequence.table, f"slot {sequence.slot}: block tables differ"
             assert state.computed == ready.batch.computed[sequence.slot], f"slot {sequence.slot}: positions differ"
         prefix = ready.pool.prefix
-        for block, content in enumerate(prefix._content):
-            if block in prefix:
-                assert np.frombuffer(content, dtype=np.int32).tolist() == worker.tokens[block], f"block {block} differs"
+        for block, item in enumerate(prefix._item):
+            if item is not None:
+                assert np.frombuffer(item.content, np.int32).tolist() == worker.tokens[block], f"block {block} differs"
 
     def settle(self) -> None:
         """Runs until every request has ended; then nothing may be left."""

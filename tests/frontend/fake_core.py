@@ -40,7 +40,7 @@ def ready_state(**changes: object) -> core_pb2.CoreState:
         "progressing": True,
         "max_running": 8,
         "model": core_pb2.ServedModel(
-            dtype="float32", context_limit=200, vocabulary_size=512, eos_token_ids=[398, 400]
+            dtype="float32", context_limit=200, vocabulary_size=512, eos_token_ids=[398, 400], block_size=2
         ),
         "groups": [core_pb2.GroupState(endpoint="worker:1", connected=True, total_blocks=64, free_blocks=60)],
     }
@@ -60,6 +60,10 @@ class FakeCore:
         self.requests_ended: list[RequestStats] = []
         self.connections = 0
         self.answer_aborts = True
+        self.watched: list[bool] = []
+        """What WatchCache messages said."""
+        self.refused_flushes = 0
+        """How many FlushCache messages to answer with no."""
         self._path = path
         self._answer = answer
         self._server: asyncio.Server | None = None
@@ -113,6 +117,12 @@ class FakeCore:
             self._abort(message.abort_by_id)
         elif kind == "request_ended":
             self.requests_ended.append(message.request_ended)
+        elif kind == "watch_cache":
+            self.watched.append(message.watch_cache.watch)
+        elif kind == "flush_cache":
+            self.refused_flushes -= 1
+            answer = core_pb2.FlushAnswer(question=message.flush_cache.question, flushed=self.refused_flushes < 0)
+            self._send(core_pb2.CoreMessage(flush_answer=answer))
 
     def _abort(self, question: core_pb2.AbortById) -> None:
         self.aborted.append(question.request_id)
@@ -147,6 +157,10 @@ class FakeCore:
         """One step's outputs."""
         batch.time_us = time.monotonic_ns() // 1000
         self._send(core_pb2.CoreMessage(tokens=batch))
+
+    def tell_cache(self, news: core_pb2.CacheNews) -> None:
+        """What came into a group's cache, or left it."""
+        self._send(core_pb2.CoreMessage(cache_news=news))
 
     async def submitted(self, count: int = 1) -> list[core_pb2.Submit]:
         """Waits until `count` Submits have arrived in all; the last `count` of them."""

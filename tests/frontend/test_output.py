@@ -200,7 +200,7 @@ def test_bad_words_are_tokenized_as_they_stand_in_a_text(model: Path, tokenizer:
 def test_a_repetition_penalty_may_come_from_the_generation_config(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path)
     config = folder / "generation_config.json"
-    config.write_text('{"repetition_penalty": 1.25, "eos_token_id": 420}')
+    config.write_text('{"repetition_penalty": 1.25, "eos_token_id": 398}')
 
     async def scenario() -> None:
         async with serving(folder, lambda submit: ([65], length())) as served:

@@ -27,7 +27,8 @@ from tests.frontend.fake_core import FakeCore, length, ready_state, until
 from tests.frontend.harness import Served, collect, rest, run, serving
 from tests.frontend.model_folder import make_model_folder
 
-_ALL = ("", "readiness", "tandem.Active", "tandem.v1.GenerationService", "liveness")
+_SERVICES = ("tandem.v1.GenerationService", "vllm.grpc.engine.VllmEngine")
+_ALL = ("", "readiness", "tandem.Active", *_SERVICES, "liveness")
 
 
 def test_tokenize_and_detokenize_are_the_tokenizer_s(model: Path, tokenizer: Tokenizer) -> None:
@@ -81,7 +82,7 @@ async def _serving(served: Served) -> set[str]:
     [
         (ready_state(), set(_ALL)),
         (ready_state(active=False), {"", "readiness", "liveness"}),
-        (ready_state(progressing=False), {"tandem.Active", "tandem.v1.GenerationService", "liveness"}),
+        (ready_state(progressing=False), {"tandem.Active", *_SERVICES, "liveness"}),
         (core_pb2.CoreState(progressing=True), {"liveness"}),
     ],
     ids=["active", "standby", "stuck", "without a model"],
@@ -122,7 +123,7 @@ def test_reflection_names_the_services_and_their_methods(model: Path) -> None:
             ]
             services, file = [answer async for answer in stub.ServerReflectionInfo(iter(asked))]
             names = {service.name for service in services.list_services_response.service}
-            assert {"tandem.v1.GenerationService", "grpc.health.v1.Health"} <= names
+            assert {*_SERVICES, "grpc.health.v1.Health"} <= names
             assert b"GetModelInfo" in file.file_descriptor_response.file_descriptor_proto[0]
 
     run(scenario())

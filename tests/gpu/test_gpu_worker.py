@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.work import SHAPES
+from shared.logit_rules import LogitRules
 from shared.model_config import load_model_config
 from shared.types import RowSampling
 from tandem.tiny import DENSE
@@ -117,6 +118,32 @@ def test_chunked_equals_whole_and_plans_ahead(small: Path, sampling: RowSampling
     plans = [planner.plan([(2, 75)])[0], *(planner.plan([(2, 1)])[0] for _ in range(3))]
     pending = [planner.runner.step(plan) for plan in plans]
     assert [int(tokens.to_host()[0][0]) for tokens in pending] == expected[:4]
+
+
+def test_rules_and_logprobs_are_those_of_the_reference(small: Path) -> None:
+    """In float32 beside kernels' rows; plans of a sequence with rules run ahead of what it samples."""
+    rules = LogitRules(bad_words=((3, 4), (9,)), bias=((5, 1.0),), repetition_penalty=1.3, frequency_penalty=0.4)
+    kinds = (
+        RowSampling(temperature=0.0, rules=rules, logprobs=2),
+        RowSampling(temperature=0.0, logprobs=4, prompt_logprobs=2),
+        KINDS[2],
+    )
+    results = []
+    for attention in ("auto", "torch"):
+        planner = make_planner(small, attention=attention)
+        for slot, sampling in enumerate(kinds):
+            planner.admit(slot, prompt_of(60 + slot, slot), sampling)
+        for _ in range(3):
+            planner.step([(slot, min(25, planner.remaining(slot))) for slot in range(3)])
+        plans = [planner.plan([(slot, 1) for slot in range(3)])[0] for _ in range(4)]
+        outcome = [pending.to_host() for pending in [planner.runner.step(plan) for plan in plans]]
+        told = planner.logprobs + planner.prompt_logprobs + [one.logprobs for one in outcome]
+        tokens = [planner.sequences[slot].tokens for slot in range(3)], [one.token_ids.tolist() for one in outcome]
+        results.append((tokens, np.frombuffer(b"".join(told), dtype=np.int32)))
+    assert results[0][0] == results[1][0]
+    whole = np.abs(results[0][1]) < 1 << 20
+    assert (results[0][1][whole] == results[1][1][whole]).all()
+    np.testing.assert_allclose(*(words[~whole].view(np.float32) for _, words in results), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("top_k", [0, 8])

@@ -205,3 +205,19 @@ def test_changes_without_rows(planners: tuple[Planner, Planner]) -> None:
             assert planner.step([]) == []
         results.append(planner.generate(0, 3))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), (2, 4), (6, 0)])
+def test_padding_is_counted(planners: tuple[Planner, Planner], rows: int, padding: int) -> None:
+    """With six slots decode steps have one row or six; a mixed step is not padded where it is not captured."""
+    _, planner = planners
+    planner.open()
+    planner.next_block = 0
+    for slot in range(rows):
+        planner.admit(slot, prompt_of(5, slot), GREEDY)
+    before = planner.runner.padding
+    planner.step([(slot, 5) for slot in range(rows)])
+    assert planner.runner.padding == before
+    for steps in (1, 2):
+        planner.step([(slot, 1) for slot in range(rows)])
+        assert planner.runner.padding == before + steps * padding

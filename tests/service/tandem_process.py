@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 from grpc import aio
@@ -30,11 +31,13 @@ ROLES = {
 class Tandem:
     """`tandem serve` with the given arguments and environment, on a free port."""
 
+    command = "serve"
+
     def __init__(self, log: Path, *arguments: str, **env: str) -> None:
         self.port = find_free("127.0.0.1")
         self.endpoint = f"127.0.0.1:{self.port}"
         self.log = log
-        command = [sys.executable, "-m", "tandem", "serve", "--port", str(self.port), *arguments]
+        command = [sys.executable, "-m", "tandem", self.command, "--port", str(self.port), *arguments]
         environment = {**os.environ, "TMPDIR": str(log.parent), **env}  # what a killed process leaves is the test's
         with log.open("w") as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
@@ -67,10 +70,13 @@ class Tandem:
         return self.process.wait(timeout=30)
 
 
+Kind = TypeVar("Kind", bound=Tandem)
+
+
 @contextlib.contextmanager
-def running(log: Path, *arguments: str, **env: str) -> Iterator[Tandem]:
+def running(log: Path, *arguments: str, kind: type[Kind] = Tandem, **env: str) -> Iterator[Kind]:
     """A ready service, stopped at the end; no process of it may remain."""
-    service = Tandem(log, *arguments, **env)
+    service = kind(log, *arguments, **env)
     try:
         service.wait_ready()
         yield service

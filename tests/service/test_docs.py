@@ -20,6 +20,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SERVERS = ("tandem serve", "tandem worker", "tandem scheduler")
 PORTS = ("50051", "50052")
+OWN = {
+    "serve": {"model", "workers", "host", "port", "metrics_port", "drain_timeout"},
+    "openai": {"model", "http_host", "http_port", "http_metrics_port"},
+}
+"""Flags of commands that hand others on, which stand elsewhere."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -112,17 +117,17 @@ def sections(page: str) -> dict[str, str]:
         ("measure.md", "top", "top"),
         ("measure.md", "bench", "bench"),
         ("batch.md", None, "batch"),
+        ("openai.md", "openai", "openai"),
     ],
 )
 def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name: str) -> None:
     table = sections(page)[heading]  # type: ignore[index]
     rows = dict(re.findall(r"^\| `(--[\w-]+)` \| (.*?) \|", table, re.MULTILINE))
-    own = {"model", "workers", "host", "port", "drain_timeout"}
     for parameter in get_command(app).commands[name].params:  # type: ignore[attr-defined]
         if (
             parameter.param_type_name != "option"
             or parameter.name == "help"
-            or (name == "serve" and parameter.name not in own)
+            or parameter.name not in OWN.get(name, {parameter.name})
         ):
             continue
         told = rows.pop(parameter.opts[0])
@@ -134,5 +139,8 @@ def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name
 
 
 def test_every_option_of_the_client_has_its_row() -> None:
-    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.*?)\|", (DOCS / "client.md").read_text(), re.MULTILINE)))
-    assert set(GenerateOptions.__annotations__) <= set(names)
+    names: set[str] = set()
+    for page in ("client.md", "sampling.md", "constrain.md"):
+        for first in re.findall(r"^\|(.*?)\|", (DOCS / page).read_text(), re.MULTILINE):
+            names |= set(re.findall(r"`(\w+)=?[^`]*`", first))
+    assert set(GenerateOptions.__annotations__) <= names

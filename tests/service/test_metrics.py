@@ -119,7 +119,8 @@ async def endings(endpoint: str) -> dict[str, int]:
             try:
                 async for response in call:
                     seen["tokens"] += len(response.token_ids)
-                    seen["prompt_tokens"] += response.usage.prompt_tokens
+                    if response.HasField("finish"):
+                        seen["prompt_tokens"] += response.usage.prompt_tokens
                     if number % 6 == 0 and number and response.token_ids:
                         call.cancel()
             except (aio.AioRpcError, asyncio.CancelledError):
@@ -198,7 +199,9 @@ def test_a_stopped_service_still_answers_scrapes(metered: Metered) -> None:
         os.kill(process.pid, signal.SIGSTOP)
     try:
         assert scrape(metered.scheduler).value("tandem_build_info") == 1
-        assert scrape(metered.worker).value("tandem_worker_tokens_total") > 0
+        now = scrape(metered.worker)
+        assert now.value("tandem_worker_tokens_total") > 0
+        assert now.value("tandem_worker_memory_bytes", kind="kv_cache") == 64 << 20
     finally:
         for process in stopped:
             os.kill(process.pid, signal.SIGCONT)

@@ -4,6 +4,7 @@ The oracle is the undisturbed run, in float64. Everything is killed with the sig
 """
 
 import asyncio
+import itertools
 import signal
 import subprocess
 import sys
@@ -28,6 +29,10 @@ WANTED: list[tuple[Any, dict[str, Any]]] = [
         {"max_tokens": 120, "temperature": 1.0, "seed": 3, "min_tokens": 120, "top_k": 20},
     ),
     ("She said", {"max_tokens": 100, "temperature": 1.0, "seed": 4, "n": 3, "ignore_eos": True}),
+    (
+        "It is a truth",
+        {"max_tokens": 120, "seed": 6, "logprobs": 2, "prompt_logprobs": 1, "echo": True, "frequency_penalty": 0.5},
+    ),
     ("It is", {"max_tokens": 400, "min_tokens": 90, "temperature": 0.9, "seed": 5, "stop": [" the ", "ing"]}),
 ]
 """Prompts and options: streams long enough to be cut, in every way that a resumed one could go wrong."""
@@ -87,14 +92,19 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
         worker.wait()
 
 
+PARTS = ("token_ids", "logprobs", "prompt_logprobs")
+
+
 def joined(deltas: list[Delta]) -> list[Any]:
-    """What a caller has of each sample in the end: text, ids, finish, usage."""
+    """What a caller has of each sample in the end: text, ids, finish, usage, logprobs, the prompt's, its echo."""
     samples = []
     for index in sorted({delta.index for delta in deltas}):
         *others, last = [delta for delta in deltas if delta.index == index]
         assert all(delta.finish is None for delta in others)
-        token_ids = [token for delta in (*others, last) for token in delta.token_ids]
-        samples.append(("".join(delta.text for delta in (*others, last)), token_ids, last.finish, last.usage))
+        text, *parts = ([getattr(delta, name) for delta in (*others, last)] for name in ("text", *PARTS))
+        token_ids, *told = (list(itertools.chain.from_iterable(part)) for part in parts)
+        echoes = [delta.echo for delta in (*others, last) if delta.echo is not None]
+        samples.append(("".join(text), token_ids, last.finish, last.usage, *told, echoes))
     return samples
 
 
@@ -158,7 +168,7 @@ def test_a_stream_without_a_seed_survives_too(scheduler: Scheduler) -> None:
             disturbance.count(delta)
         disturbance.done()
         scheduler.ready()
-        ((text, token_ids, finish, usage),) = joined(deltas)
+        ((text, token_ids, finish, usage, *_),) = joined(deltas)
         again = client.complete("It is a truth", seed=stream.seed, **options).samples[0]
     assert (text, token_ids, finish) == (again.text, list(again.token_ids), again.finish)
     assert usage.completion_tokens == len(token_ids) == 150
@@ -179,5 +189,5 @@ def test_a_stream_moves_to_another_scheduler(scheduler: Scheduler, tmp_path: Pat
         disturbance.done()
         scheduler.start()
         scheduler.ready()
-    ((text, token_ids, finish, _),) = joined(deltas)
+    ((text, token_ids, finish, *_),) = joined(deltas)
     assert (text, token_ids, finish) == (undisturbed.text, list(undisturbed.token_ids), undisturbed.finish)

@@ -1,8 +1,12 @@
 """`tandem batch`, `top` and `bench` against a real service, while things die."""
 
+import contextlib
 import json
+import os
+import pty
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -56,7 +60,7 @@ def whole_lines(file: Path) -> int:
 
 
 def test_a_batch_killed_again_and_again_loses_and_doubles_nothing(service: Tandem, tmp_path: Path) -> None:
-    """Also where the core dies meanwhile. Each kill leaves a torn line behind, as a machine that dies would."""
+    """Also while the core dies, and by Ctrl-C. Each leaves a torn line behind, as a machine that dies would."""
     write_requests(tmp_path / "in")
     whole = tandem(service, "batch", str(tmp_path / "in"), str(tmp_path / "undisturbed"))
     assert whole.wait(120) == 0, whole.communicate()
@@ -70,8 +74,10 @@ def test_a_batch_killed_again_and_again_loses_and_doubles_nothing(service: Tande
             time.sleep(0.005)
         if death == 1:
             service.processes("core")[0].kill()
-        victim.kill()
-        victim.communicate()
+        victim.send_signal(signal.SIGINT if death == 2 else signal.SIGKILL)
+        _, told = victim.communicate(timeout=30)
+        if death == 2:
+            assert victim.returncode == 1 and re.search(r"^tandem: stopped; \d+ of 120 requests are left", told, re.M)
         with (tmp_path / "out").open("a") as out:
             out.write('{"id": "batch_req_torn", "custom_id": "r1')
     assert whole_lines(tmp_path / "out") < LINES, "the runs were too short to disturb"
@@ -99,14 +105,44 @@ def test_top_tells_what_happened(service: Tandem) -> None:
     assert re.search(r"running +0 of 8", shown)
 
 
+def test_top_is_live_until_ctrl_c(service: Tandem) -> None:
+    """On a terminal, whose screen it gives back."""
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "tandem", "top", "--interval", "0.1", "--endpoint", service.endpoint]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    top = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
+    os.close(end)
+    shown = b""
+    while shown.count(b"tokens/s") < 6:
+        shown += os.read(terminal, 65536)
+    top.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # the other end is closed
+        while more := os.read(terminal, 65536):
+            shown += more
+    assert top.wait(10) == 0 and b"Traceback" not in shown
+    assert b"\x1b[?1049h" in shown and shown.rindex(b"\x1b[?1049l") > shown.rindex(b"tokens/s")
+    os.close(terminal)
+
+
 def test_bench_measures_any_service(service: Tandem, tmp_path: Path) -> None:
     points, plot = tmp_path / "points.json", tmp_path / "plot.png"
-    arguments = ["--num-prompts", "6", "--input-len", "20", "--output-len", "10", "--max-concurrency", "2"]
-    rates = ["--request-rate", "inf", "--request-rate", "50", "--json", str(points), "--plot", str(plot)]
+    arguments = [
+        "--num-prompts",
+        "6",
+        "--input-len",
+        "20",
+        "--output-len",
+        "10",
+        "--max-concurrency",
+        "2",
+        "--clients",
+        "1",
+    ]
+    rates = ["--request-rate", "50", "--json", str(points), "--plot", str(plot)]
     bench = tandem(service, "bench", *arguments, *rates)
     shown, told = bench.communicate(timeout=90)
     assert bench.returncode == 0, told
-    assert "6 at once" in shown and "6, 50/s" in shown and "6/6" in told
+    assert "6, 50/s" in shown and "6/6" in told
     for point in json.loads(points.read_text()):
         assert point["failed"] == 0 and point["tokens_per_second"] > 0
         assert point["prompt_tokens_per_second"] == pytest.approx(2 * point["tokens_per_second"], rel=0.1)

@@ -1,11 +1,12 @@
 """OpenAI's bodies: what is understood, what is refused by name, what comes back."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shared.errors import DeadlineExceeded, InvalidRequest, RequestFailed
-from tandem import Completion, Finish, Sample, Usage
+from tandem import Completion, EchoedPrompt, Finish, Sample, TokenLogprob, Usage
 from tandem.batch.bodies import error_of, response_of, work_of
 from tandem.batch.request_lines import CHAT, RequestLine
 
@@ -27,11 +28,37 @@ def sample(index: int, text: str = "x", prompt_tokens: int = 5, completion_token
 def test_names_are_translated_and_null_is_unset() -> None:
     request = chat(
         model="tiny", max_completion_tokens=9, temperature=0, seed=-1, stop=["a"], n=2, top_p=None, user="me",
-        chat_template_kwargs={"enable_thinking": False}, stream=False, frequency_penalty=0.0, tool_choice="auto",
+        chat_template_kwargs={"enable_thinking": False}, stream=False, frequency_penalty=0.5, tool_choice="auto",
+        logit_bias={"11": -2}, logprobs=True, top_logprobs=3,
     )  # fmt: skip
     assert work_of(request, "tiny").options == {
         "max_tokens": 9, "temperature": 0, "seed": (1 << 64) - 1, "stop": ["a"], "n": 2,
-        "template_kwargs": {"enable_thinking": False},
+        "template_kwargs": {"enable_thinking": False}, "frequency_penalty": 0.5, "logit_bias": {11: -2.0},
+        "logprobs": 3,
+    }  # fmt: skip
+
+
+def test_logprobs_are_a_switch_in_chats_and_a_number_in_texts() -> None:
+    assert work_of(chat(logprobs=True), "tiny").options == {"logprobs": 0}
+    assert work_of(chat(logprobs=False), "tiny").options == {}
+    assert work_of(text(logprobs=5, echo=True), "tiny").options == {"logprobs": 5, "echo": True}
+    assert work_of(text(logprobs=0), "tiny").options == {"logprobs": 0}
+
+
+def test_logprobs_come_back_in_openais_forms() -> None:
+    likely = TokenLogprob(7, "é", (195, 169), -0.5, 1)
+    tokens = (TokenLogprob(6, "ab", (97, 98), -1.5, 2, (likely,)), TokenLogprob(7, "é", (195, 169), -0.5, 1, (likely,)))
+    prompt = EchoedPrompt("Hi ", (1, 2))
+    completion = Completion("r", 1, (replace(sample(0, "abé"), logprobs=tokens),), prompt)
+    (choice,) = response_of(chat(), "tiny", [completion])["response"]["body"]["choices"]
+    top = {"token": "é", "logprob": -0.5, "bytes": (195, 169)}
+    assert choice["logprobs"]["content"][0] == {
+        "token": "ab", "logprob": -1.5, "bytes": (97, 98), "top_logprobs": [top],
+    }  # fmt: skip
+    (choice,) = response_of(text(), "tiny", [completion])["response"]["body"]["choices"]
+    assert choice["text"] == "Hi abé"
+    assert choice["logprobs"] == {
+        "tokens": ["ab", "é"], "token_logprobs": [-1.5, -0.5], "top_logprobs": [{"é": -0.5}] * 2, "text_offset": [3, 5],
     }  # fmt: skip
 
 
@@ -54,8 +81,12 @@ def test_a_prompt_is_text_or_ids_or_several(prompt: Any, prompts: Any) -> None:
     ("request_line", "field"),
     [
         (chat(stream=True), "stream"),
-        (chat(frequency_penalty=0.5), "frequency_penalty"),
-        (chat(logprobs=True), "logprobs"),
+        (chat(logprobs=3), "logprobs"),
+        (chat(top_logprobs=3), "top_logprobs"),
+        (text(top_logprobs=3, logprobs=2), "top_logprobs"),
+        (chat(logit_bias={"a": 1}), "logit_bias"),
+        (chat(logit_bias=[1]), "logit_bias"),
+        (chat(echo=True), "echo"),
         (chat(tool_choice="required"), "tool_choice"),
         (chat(response_format={"type": "json_object"}), "response_format"),
         (chat(tempreature=1), "tempreature"),
@@ -68,7 +99,7 @@ def test_a_prompt_is_text_or_ids_or_several(prompt: Any, prompts: Any) -> None:
         (text(prompt=None), "prompt"),
         (text(prompt=7), "prompt"),
         (text(messages=TURNS), "messages"),
-        (text(echo=True), "echo"),
+        (text(suffix="x"), "suffix"),
         (text(tools=[]), "tools"),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from grpc import StatusCode, aio
 
+from shared.errors import InvalidRequest
 from shared.model_config import load_model_config
 from shared.pb import worker_pb2
 from shared.types import StepPlan
@@ -113,6 +114,32 @@ def test_a_failed_step_ends_the_epoch_with_its_message() -> None:
         again = Stream(worker, epoch=2)
         await again.send()
         await again.read()
+
+    run(test)
+
+
+def test_a_plan_that_is_refused_while_others_run() -> None:
+    """Those before it are answered, those behind it never begin, and the next epoch opens."""
+
+    async def test(worker: Worker) -> None:
+        worker.group.results.clear()
+        stream = Stream(worker)
+        for _ in range(2):
+            await stream.send()
+        await until(lambda: (1, 2) in worker.group.commands)
+        worker.group.error = InvalidRequest("rows", "slot 3 holds no sequence")
+        for _ in range(3):
+            await stream.send()
+        await until(lambda: (1, 3) in worker.group.commands)
+        worker.group.results.set()
+        assert [(await stream.read()).step_id for _ in range(2)] == [1, 2]
+        code, details = await stream.ended()
+        assert code is StatusCode.INVALID_ARGUMENT and "slot 3" in details
+        worker.group.error = None
+        again = Stream(worker, epoch=2)
+        await again.send()
+        assert (await again.read()).epoch == 2
+        assert worker.group.commands == ["open", (1, 1), (1, 2), (1, 3), "open", (2, 1)]
 
     run(test)
 
