@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -318,14 +316,17 @@ def test_an_option_that_the_gateway_does_not_know_is_told_once() -> None:
 
 def test_further_options_reach_the_gateway_and_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
     service = OpenAI(tmp_path / "log", "--kv-cache-memory", "64", "--", "--api-key", "secret")
-    service.wait_ready()
-    with pytest.raises(openai.AuthenticationError):
-        service.client(api_key="wrong").completions.create(model="tiny", prompt="a", max_tokens=1)
-    assert service.client(api_key="secret").completions.create(model="tiny", prompt="a", max_tokens=1).choices
-    family = service.everyone()
-    assert any("smg" in process.name() for process in family)
-    os.kill(service.process.pid, signal.SIGKILL)
-    service.process.wait()
+    try:
+        service.wait_ready()
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        with pytest.raises(openai.AuthenticationError):
+            service.client(api_key="wrong").completions.create(**asked)
+        assert service.client(api_key="secret").completions.create(**asked).choices
+        family = service.everyone()
+        assert any("smg" in process.name() for process in family)
+    finally:
+        service.process.kill()
+        service.process.wait()
     deadline = time.monotonic() + 10
     while any(is_alive(process) for process in family):
         assert time.monotonic() < deadline, family
