@@ -1,12 +1,11 @@
 """`tandem openai`: `tandem serve` with the inference gateway smg before it, which gives it OpenAI's HTTP API.
 
-The gateway is a package of its own and only a process here: `python -m tandem.gateway` becomes it. Knows its command
-line, and nothing of how it works.
+The gateway is a package of its own and a process here: `python -m tandem.gateway`. Knows its command line, and nothing
+of how it works.
 """
 
 import asyncio
 import contextlib
-import os
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -62,6 +61,8 @@ async def run(
     """Serves until SIGINT or SIGTERM; the exit status. `further` are options of `smg launch`."""
     require_installed()
     require_free(gateway.http_host, gateway.http_port, "--http-host", "--http-port")
+    if gateway.http_metrics_port:
+        require_free(LOOPBACK, gateway.http_metrics_port, "--http-host", "--http-metrics-port")
     with stop_signals() as stopped:
         service = Service(config, model, scheduler_arguments, worker_arguments)
         arguments = [*_arguments(gateway, service), *further]
@@ -105,11 +106,17 @@ def _answers(url: str) -> bool:
     return False
 
 
-def main() -> None:
-    """Becomes the gateway, which dies with the process that started this one."""
+def main() -> int:
+    """Is the gateway, which dies with the process that started this one; the exit status."""
     die_with_parent()
-    os.execv(sys.executable, [sys.executable, "-m", "smg", "launch", *sys.argv[1:]])
+    from smg.cli import main as launch  # only this process needs it, and it may not be installed
+
+    try:
+        launch(["launch", *sys.argv[1:]])
+    except SystemExit as end:  # it does not like its options, and has said why
+        return STARTUP_FAILED if end.code else 0
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

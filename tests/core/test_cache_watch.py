@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+from scheduler_svc.cache_news import CacheReporter
 from scheduler_svc.core import CacheChanges, HashedBlock
 from shared.types import StepPlan
 from tests.core.random_runs import random_run
@@ -107,3 +108,23 @@ def test_a_flush_forgets_what_is_cached_and_waits_for_live_requests() -> None:
     simulation.plan(0)
     assert simulation.sides[0].plans[0].admitted[0].cached_length == 0
     simulation.settle()
+
+
+def test_every_watching_frontend_is_told_all_and_then_what_changes() -> None:
+    simulation, followers = make_simulation(), {1: Follower(), 2: Follower()}
+    reporter = CacheReporter(lambda peer, news: followers[peer].hear(news))
+    reporter.watch(1, True)
+    reporter.attach(simulation.core.cache_watch)
+    for step, prompt in enumerate((EIGHT, PROMPTS[1][:8], PROMPTS[2][:8])):
+        if step == 1:
+            reporter.watch(2, True)
+            assert followers[2].blocks == followers[1].blocks != {0: {}}
+        simulation.submit(prompt, max_tokens=2)
+        simulation.settle()
+        reporter.tell()
+        if step == 1:
+            assert followers[2].blocks == followers[1].blocks
+            reporter.watch(1, False)
+    assert followers[1].blocks.items() != followers[2].blocks.items()
+    reporter.watch(2, False)
+    assert simulation.core._groups[0].pool.prefix.changes is None, "collected though nobody watches"

@@ -23,6 +23,7 @@ from grpc import aio
 from shared.errors import StartupError
 from shared.pb import generation_pb2 as pb
 from shared.ports import find_free
+from shared.process import STARTUP_FAILED
 from tandem import Client, gateway
 from tests.service.tandem_process import Tandem, generate, load, running, until_idle
 from tests.service.test_docs import DOCS, blocks
@@ -296,13 +297,23 @@ def test_no_gateway_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> N
         gateway.require_installed()
 
 
-def test_a_busy_http_port_is_one_line(service: OpenAI) -> None:
+def test_a_busy_port_is_one_line(service: OpenAI) -> None:
     command = [sys.executable, "-m", "tandem", "openai", "--port", str(find_free("127.0.0.1"))]
+    for flag in ("--http-port", "--http-metrics-port"):
+        free = [] if flag == "--http-port" else ["--http-port", str(find_free("127.0.0.1"))]
+        result = subprocess.run(
+            [*command, *free, flag, str(service.http_port)], capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode and str(service.http_port) in result.stderr and flag in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_option_that_the_gateway_does_not_know_is_told_once() -> None:
+    command = [sys.executable, "-m", "tandem", "openai", "--port", str(find_free("127.0.0.1")), "--http-port"]
     result = subprocess.run(
-        [*command, "--http-port", str(service.http_port)], capture_output=True, text=True, timeout=60
+        [*command, str(find_free("127.0.0.1")), "--", "--no-such-option"], capture_output=True, text=True, timeout=60
     )
-    assert result.returncode and str(service.http_port) in result.stderr and "--http-port" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert result.returncode == STARTUP_FAILED and result.stderr.count("unrecognized arguments") == 1
 
 
 def test_further_options_reach_the_gateway_and_it_dies_with_whoever_started_it(tmp_path: Path) -> None:
