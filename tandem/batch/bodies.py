@@ -22,7 +22,8 @@ _SAMPLING = (
 )
 _STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
 _OUTPUT = ("include_stop_str_in_output", "skip_special_tokens")
-_NAMES = {name: name for name in (*_SAMPLING, *_STOPPING, *_OUTPUT, "cache_salt", "priority")}
+_LANGUAGE = ("regex", "grammar", "choice", "structural_tag")
+_NAMES = {name: name for name in (*_SAMPLING, *_STOPPING, *_OUTPUT, *_LANGUAGE, "cache_salt", "priority")}
 _CHAT_NAMES = _NAMES | {
     "max_completion_tokens": "max_tokens",
     "tools": "tools",
@@ -30,13 +31,12 @@ _CHAT_NAMES = _NAMES | {
     "add_generation_prompt": "add_generation_prompt",
 }
 _TEXT_NAMES = _NAMES | {"echo": "echo"}
-_CONVERTED = {"logit_bias", "logprobs", "top_logprobs"}
+_CONVERTED = {"logit_bias", "logprobs", "top_logprobs", "response_format"}
 _WITHOUT_EFFECT = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _NEUTRAL: dict[str, Sequence[Any]] = {
     "stream": (False,),
     "suffix": ("",),
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
 }
@@ -69,7 +69,7 @@ def work_of(request: RequestLine, model_name: str) -> Work:
 
 def _converted(body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     """Options whose form differs: JSON's keys are texts, and chats ask for logprobs by two fields."""
-    options: dict[str, Any] = {}
+    options = _language(body.get("response_format"))
     if bias := body.get("logit_bias"):
         try:
             options["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
@@ -83,6 +83,17 @@ def _converted(body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     if logprobs is not False:
         options["logprobs"] = body.get("top_logprobs", 0) if chat else logprobs
     return options
+
+
+def _language(response_format: Any) -> dict[str, Any]:
+    match response_format:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"json_schema": schema}
+    raise InvalidRequest("response_format", "must be of type text, json_object, or json_schema with a schema")
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

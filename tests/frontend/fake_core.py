@@ -183,7 +183,7 @@ def ids(data: bytes) -> list[int]:
     return values
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Waits for a condition; fails the test if it does not come."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -70,6 +70,6 @@ async def rest(call: Any) -> list[pb.GenerateResponse]:
     return responses
 
 
-def run(scenario: Coroutine[Any, Any, None], seconds: float = 30.0) -> None:
+def run(scenario: Coroutine[Any, Any, None], seconds: float = 60.0) -> None:
     """Runs one scenario in an event loop of its own, of the kind that the process uses."""
     uvloop.run(asyncio.wait_for(scenario, seconds))

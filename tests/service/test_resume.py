@@ -8,8 +8,8 @@ import itertools
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ WANTED: list[tuple[Any, dict[str, Any]]] = [
         "It is a truth",
         {"max_tokens": 120, "seed": 6, "logprobs": 2, "prompt_logprobs": 1, "echo": True, "frequency_penalty": 0.5},
     ),
+    ("Names: ", {"seed": 7, "max_tokens": 150, "regex": "([a-z]{3,9}, ){40}"}),
     ("It is", {"max_tokens": 400, "min_tokens": 90, "temperature": 0.9, "seed": 5, "stop": [" the ", "ing"]}),
 ]
 """Prompts and options: streams long enough to be cut, in every way that a resumed one could go wrong."""
@@ -62,7 +63,7 @@ class Scheduler:
         """Parent, core and frontends, all at once."""
         parent = psutil.Process(self._process.pid)
         family = [parent, *parent.children(recursive=True)]
-        assert len(family) == 3
+        assert len(family) >= 3
         for process in family:
             process.send_signal(signal.SIGSTOP)  # else one could see another's end and tell the client
         for process in family:
@@ -112,21 +113,22 @@ class Disturbance:
     """Strikes once, when so many tokens have come over all streams, in a thread of its own: the streams go on."""
 
     def __init__(self, strike: Callable[[], None], after: int) -> None:
+        self._strike = strike
         self._left = after
-        self._thread = threading.Thread(target=strike)
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1)
+        self._struck: Future[None] | None = None
 
     def count(self, delta: Delta) -> None:
         """One more piece has come."""
-        with self._lock:
-            before, self._left = self._left, self._left - len(delta.token_ids)
-            if before > 0 >= self._left:
-                self._thread.start()
+        self._left -= len(delta.token_ids)
+        if self._left <= 0 and self._struck is None:
+            self._struck = self._thread.submit(self._strike)
 
     def done(self) -> None:
-        """It has struck."""
-        assert self._left <= 0
-        self._thread.join()
+        """It has struck, and well."""
+        assert self._struck is not None, "the streams were too short to disturb"
+        self._struck.result()
+        self._thread.shutdown()
 
 
 async def all_at_once(endpoint: str, disturb: Callable[[Delta], None]) -> list[Any]:

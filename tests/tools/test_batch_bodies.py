@@ -38,6 +38,15 @@ def test_names_are_translated_and_null_is_unset() -> None:
     }  # fmt: skip
 
 
+def test_a_response_format_is_a_language() -> None:
+    schema = {"type": "object"}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    assert work_of(chat(response_format=asked), "tiny").options == {"json_schema": schema}
+    assert work_of(text(response_format={"type": "json_object"}), "tiny").options == {"json_object": True}
+    assert work_of(chat(response_format={"type": "text"}), "tiny").options == {}
+    assert work_of(text(regex="a+"), "tiny").options == {"regex": "a+"}
+
+
 def test_logprobs_are_a_switch_in_chats_and_a_number_in_texts() -> None:
     assert work_of(chat(logprobs=True), "tiny").options == {"logprobs": 0}
     assert work_of(chat(logprobs=False), "tiny").options == {}
@@ -88,7 +97,8 @@ def test_a_prompt_is_text_or_ids_or_several(prompt: Any, prompts: Any) -> None:
         (chat(logit_bias=[1]), "logit_bias"),
         (chat(echo=True), "echo"),
         (chat(tool_choice="required"), "tool_choice"),
-        (chat(response_format={"type": "json_object"}), "response_format"),
+        (chat(response_format={"type": "json_schema", "json_schema": {}}), "response_format"),
+        (text(response_format="json"), "response_format"),
         (chat(tempreature=1), "tempreature"),
         (chat(prompt="x"), "prompt"),
         (chat(messages=[]), "messages"),
