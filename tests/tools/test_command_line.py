@@ -13,13 +13,8 @@ from typer.testing import CliRunner
 
 from tandem.cli import app
 
-<<<<<<< HEAD
-RUN = ("serve", "openai", "scheduler", "worker")
-COMMANDS = (*RUN, "generate", "chat", "top", "bench", "batch")
-=======
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
 USING = ("generate", "chat", "top", "bench", "batch")
->>>>>>> people
 
 
 def tandem(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -35,11 +30,7 @@ def help_of(*arguments: str) -> str:
 def test_commands_are_under_headings_with_examples() -> None:
     shown = help_of()
     run, use = shown.split("Run a service:")[1].split("Use a service that runs:")
-<<<<<<< HEAD
-    assert all(f"\n  {name} " in run for name in RUN) and all(f"\n  {name} " in use for name in COMMANDS[len(RUN) :])
-=======
     assert all(f"\n  {name} " in (use if name in USING else run) for name in COMMANDS)
->>>>>>> people
     assert "Examples:\n" in use
 
 
