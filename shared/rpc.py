@@ -32,7 +32,8 @@ CHANNEL_OPTIONS = [
     *_COMMON,
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Not a pause, as the name has it, but how long an attempt to connect may take: farther servers, busy machines, TLS.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # One HTTP/2 connection is one frontend process: channels to the same target must not share one.
     ("grpc.use_local_subchannel_pool", 1),

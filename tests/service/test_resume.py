@@ -88,9 +88,11 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
         scheduler.ready()
         yield scheduler
     finally:
-        scheduler.kill()
-        worker.terminate()
-        worker.wait()
+        try:
+            scheduler.kill()
+        finally:
+            worker.terminate()
+            worker.wait()
 
 
 PARTS = ("token_ids", "logprobs", "prompt_logprobs")
