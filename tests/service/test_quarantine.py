@@ -17,14 +17,14 @@ import os, signal, sys
 if "worker_svc.main" in sys.orig_argv:
     from worker_svc.runner.batch import BatchState
 
-    apply = BatchState.apply
+    fold = BatchState.fold
 
     def poisoned(self, plan):
         if {POISON} in plan.token_ids:
             os.kill(os.getpid(), signal.SIGKILL)
-        return apply(self, plan)
+        return fold(self, plan)
 
-    BatchState.apply = poisoned
+    BatchState.fold = poisoned
 """
 """Run at the start of every interpreter: a rank dies of a plan that holds the poisonous token."""
 
