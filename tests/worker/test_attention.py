@@ -28,9 +28,8 @@ def batch() -> StepInputs:
         grown += [(slot, block) for block in table[cached // BLOCK : used]]
         rows.append((slot, length - cached, length - cached))
     total = sum(LENGTHS) - sum(CACHED)
-    return state.apply(
-        StepPlan(1, 1, tuple(admitted), np.array(grown), np.array(rows), np.zeros(total, dtype=np.int32))
-    )
+    plan = StepPlan(1, 1, tuple(admitted), np.array(grown), np.array(rows), np.zeros(total, dtype=np.int32))
+    return state.inputs(state.fold(plan))
 
 
 def tensors(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shared.errors import InvalidRequest
 from shared.types import Admission, RowSampling, StepPlan, TokenMask
 from worker_svc.runner.batch import BatchState, Limits
+from worker_svc.step_inputs import StepInputs
 
 LIMITS = Limits(
     max_num_seqs=4, max_num_batched_tokens=24, max_model_len=30, block_size=4, num_blocks=50, vocabulary_size=20
@@ -108,11 +109,16 @@ def random_plans(rng: random.Random, count: int) -> list[StepPlan]:
     return plans
 
 
+def step_inputs(batch: BatchState, plan: StepPlan) -> StepInputs:
+    """All that a plan is checked for is checked here."""
+    return batch.inputs(batch.fold(plan))
+
+
 @given(st.integers(0, 2**32))
 def test_equal_to_a_naive_fold(seed: int) -> None:
     batch, naive = BatchState(LIMITS), NaiveBatch()
     for plan in random_plans(random.Random(seed), 20):
-        inputs, expected = batch.apply(plan), naive.apply(plan)
+        inputs, expected = step_inputs(batch, plan), naive.apply(plan)
         tokens: list[Any] = inputs.token_ids.tolist()
         for index, slot in zip(inputs.feedback_index.tolist(), inputs.feedback_slots.tolist(), strict=True):
             tokens[index] = ("last", slot)
@@ -132,8 +138,8 @@ def test_equal_to_a_naive_fold(seed: int) -> None:
 
 def test_admission_forgets_what_the_slot_held() -> None:
     batch = BatchState(LIMITS)
-    batch.apply(first_plan())
-    again = batch.apply(first_plan(step_id=2, grown=array([[0, 9], [0, 8]])))
+    step_inputs(batch, first_plan())
+    again = step_inputs(batch, first_plan(step_id=2, grown=array([[0, 9], [0, 8]])))
     assert again.slot_mapping.tolist() == [36, 37, 38, 39, 32, 33]
     assert again.sampling.positions.tolist() == [6]
 
@@ -165,7 +171,7 @@ BAD_ADMISSIONS = [
 @pytest.mark.parametrize("changes", BAD_ADMISSIONS, ids=str)
 def test_bad_admissions(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"admitted\[0\]"):
-        BatchState(LIMITS).apply(first_plan(admitted=(admission(**changes),)))
+        step_inputs(BatchState(LIMITS), first_plan(admitted=(admission(**changes),)))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,7 @@ def test_bad_admissions(changes: dict[str, Any]) -> None:
 )
 def test_bad_plans(field: str, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field}"):
-        BatchState(LIMITS).apply(first_plan(**changes))
+        step_inputs(BatchState(LIMITS), first_plan(**changes))
 
 
 @pytest.mark.parametrize(
@@ -216,23 +222,26 @@ def test_bad_plans(field: str, changes: dict[str, Any]) -> None:
 )
 def test_rows_that_come_again_are_checked_again(problem: str, changes: dict[str, Any]) -> None:
     batch = BatchState(LIMITS)
-    batch.apply(first_plan())
+    step_inputs(batch, first_plan())
     for step_id in (2, 3):
-        batch.apply(StepPlan(1, step_id, rows=array([[0, 1, 0]])))
+        step_inputs(batch, StepPlan(1, step_id, rows=array([[0, 1, 0]])))
     with pytest.raises(InvalidRequest, match=f"^{problem}"):
-        batch.apply(StepPlan(1, 4, rows=array([[0, 1, 0]]), **changes))
+        step_inputs(batch, StepPlan(1, 4, rows=array([[0, 1, 0]]), **changes))
 
 
 def test_a_row_beyond_the_context() -> None:
     batch = BatchState(LIMITS)
     blocks = array([[0, block] for block in range(8)])
-    batch.apply(
-        first_plan(admitted=(admission(length=24),), grown=blocks, rows=array([[0, 24, 24]]), token_ids=array([1] * 24))
+    step_inputs(
+        batch,
+        first_plan(
+            admitted=(admission(length=24),), grown=blocks, rows=array([[0, 24, 24]]), token_ids=array([1] * 24)
+        ),
     )
     for step_id in range(2, 8):
-        batch.apply(StepPlan(1, step_id, rows=array([[0, 1, 0]])))
+        step_inputs(batch, StepPlan(1, step_id, rows=array([[0, 1, 0]])))
     with pytest.raises(InvalidRequest, match="context"):
-        batch.apply(StepPlan(1, 8, rows=array([[0, 1, 0]])))
+        step_inputs(batch, StepPlan(1, 8, rows=array([[0, 1, 0]])))
 
 
 def test_the_fold_needs_no_torch() -> None:

@@ -33,7 +33,7 @@ class Folded(Simulation):
         plan = side.plans[0]
         if plan.step_id == 1:
             self._open_fold(group)
-        inputs = self.batches[group].apply(plan)
+        inputs = self.batches[group].inputs(self.batches[group].fold(plan))
         super().execute(group)
         self._compare_step(group, side, plan.rows[:, 0].tolist(), inputs)
         return True

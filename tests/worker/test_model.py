@@ -40,7 +40,7 @@ def all_logits(folder: Path, tokens: list[int], dtype: str) -> torch.Tensor:
     planner.admit(0, tokens)
     plan: StepPlan = planner.plan([(0, len(tokens))])[0]
     with torch.inference_mode():
-        hidden = runner.forward(runner.batch.apply(plan))
+        hidden = runner.forward(runner.batch.inputs(runner.batch.fold(plan)))
         return runner.model.head.logits(hidden)[:, : runner.batch.limits.vocabulary_size]
 
 

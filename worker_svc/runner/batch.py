@@ -33,7 +33,7 @@ class Limits:
 
 
 class BatchState:
-    """state = apply(state, plan). An error leaves it undefined: reset it."""
+    """state = fold(state, plan). An error leaves it undefined: reset it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -52,10 +52,6 @@ class BatchState:
         self._sampling = SamplingState(slots, self.limits.vocabulary_size)
         self._last: StepRows | None = None
         self._last_plan = b""
-
-    def apply(self, plan: StepPlan) -> StepInputs:
-        """`fold`, and all inputs of the step."""
-        return self.inputs(self.fold(plan))
 
     def fold(self, plan: StepPlan) -> StepRows:
         """Raises InvalidRequest, naming field and bound, for a plan that can't follow the ones before it."""
