@@ -6,7 +6,6 @@ the public port.
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from shared.model_config import load_model_config
 from shared.ports import address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
+from shared.scratch import scratch_folder
 from shared.settings import to_json
 
 LONGEST_SOCKET_PATH = 107
@@ -37,7 +37,7 @@ async def run(config: SchedulerConfig) -> int:
     require_free(config.host, config.port)
     if config.otlp_endpoint is not None:
         require_tracing()
-    with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+    with stop_signals() as stopped, scratch_folder("scheduler") as folder:
         family = Supervisor()
         socket_path, metrics_socket = _socket_path(folder, "core.sock"), await _serve_metrics(config, folder)
         arguments = ["--config", to_json(config), "--socket", socket_path]
@@ -56,7 +56,7 @@ async def run(config: SchedulerConfig) -> int:
         return STARTUP_FAILED if failed else 0
 
 
-async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
+async def _serve_metrics(config: SchedulerConfig, folder: Path) -> Path | None:
     """The socket that takes the children's metrics, if there is an endpoint to tell them."""
     if config.metrics_port is None:
         return None
@@ -67,8 +67,8 @@ async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
     return Path(path)
 
 
-def _socket_path(folder: str, name: str) -> str:
-    path = str(Path(folder) / name)
+def _socket_path(folder: Path, name: str) -> str:
+    path = str(folder / name)
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
         raise StartupError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter folder")
     return path
