@@ -9,10 +9,11 @@ import time
 
 from scheduler_svc.cache_news import CacheReporter
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core import RETRY_AFTER_MS, Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
+from scheduler_svc.core import Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
 from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
 from scheduler_svc.monitor import Monitor
+from scheduler_svc.queue_clock import QueueClock
 from scheduler_svc.worker_client import WorkerLink
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
@@ -54,6 +55,7 @@ class Engine:
         """When a step was planned or gave tokens, or nothing was there to do."""
         self._broken: asyncio.Future[None] | None = None
         self._monitor = Monitor()
+        self._queue_clock = QueueClock(config.max_queue_time)
 
     async def run(self, socket_path: str) -> None:
         """Serves until cancelled. Raises StartupError where a worker serves another model, and what `broke` tells."""
@@ -117,14 +119,35 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Raises a TandemError to refuse it. Before the first worker it waits: after a restart of this process the
         frontends come back sooner than the workers."""
-        if self._core is None:
-            if len(self._early) >= self._config.max_queue and not request.again:
-                raise QueueFull(f"{len(self._early)} requests wait for a worker: try again later", RETRY_AFTER_MS)
-            self._early[request.key] = request
-        else:
-            self._core.submit(request)
+        now = time.monotonic()
+        try:
+            self._queue(request)
+        except QueueFull as error:
+            error.retry_after_ms = self._queue_clock.retry_after_ms(now)
+            raise
+        if not request.output.size:  # who goes on with an output has had its turn
+            self._queue_clock.submitted(request.key, now)
         self._owners.setdefault(peer_of(request.key), set()).add(request.key)
         self._settle()
+
+    def _queue(self, request: Request) -> None:
+        if self._core is not None:
+            self._core.submit(request)
+        elif len(self._early) >= self._config.max_queue and not request.again:
+            raise QueueFull(f"{len(self._early)} requests wait for a worker: try again later")
+        else:
+            self._early[request.key] = request
+
+    def _end_late(self) -> None:
+        """Who has waited for too long is told so, and never planned."""
+        now = time.monotonic()
+        for key in self._queue_clock.late(now):
+            error = QueueFull(f"no turn within {self._config.max_queue_time:g} s: try again later")
+            error.retry_after_ms = self._queue_clock.retry_after_ms(now)
+            if key in self._early:
+                self._end_early(key, error)
+            elif self._core is not None:
+                self._core.expire(key, error)
 
     def _submit_early(self, core: Scheduler) -> None:
         for key, request in list(self._early.items()):
@@ -206,6 +229,9 @@ class Engine:
                 self._progressed = time.monotonic()
             self._frontends.broadcast(self.state())
             self._end_without_worker()
+            self._end_late()
+            if self._core is not None:
+                self._deliver(self._core.take_outputs())
 
     # Workers.
 
@@ -301,6 +327,7 @@ class Engine:
 
     def _plan(self, group: int, patient: bool = True) -> None:
         self._due.discard(group)
+        self._end_late()
         link = self.links[group]
         depth = self._config.depth or link.depth
         while link.is_connected and len(link.outstanding) < depth:
@@ -333,6 +360,8 @@ class Engine:
     def _forget(self, key: int) -> None:
         peer = peer_of(key)
         keys = self._owners.get(peer, set())
-        keys.discard(key)
+        if key in keys:
+            keys.remove(key)
+            self._queue_clock.ended(time.monotonic())
         if not keys:
             self._owners.pop(peer, None)

@@ -99,6 +99,7 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
         grammar_timeout=config.grammar_timeout,
         core_timeout=config.worker_loss_timeout,
         drain_timeout=config.drain_timeout,
+        fair_by=config.fair_by,
         metrics_socket=metrics_socket,
         otlp_endpoint=config.otlp_endpoint,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import structlog
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -49,6 +50,7 @@ SERVER_OPTIONS = [
 STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -58,7 +60,9 @@ STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.RequestFailed: grpc.StatusCode.INTERNAL,
 }
 RETRY_AFTER = "grpc-retry-pushback-ms"
-"""Trailing metadata that tells a client when to try again."""
+"""Trailing metadata that tells a client when to try again; only QueueFull has it."""
+DETAILS = "grpc-status-details-bin"
+"""The same for clients in other languages: a google.rpc.Status with a RetryInfo."""
 REQUEST_ID = "tandem-request-id-bin"
 """Initial metadata of Generate, sent when the request is accepted, which may be long before its first token. A client
 that loses its server afterwards may go on elsewhere; one that never got it learns at once that nobody serves."""
@@ -73,8 +77,17 @@ def error_from_status(code: int, message: str, retry_after_ms: int = 0) -> error
         field, _, problem = message.partition(": ")
         return errors.InvalidRequest(field, problem)
     if kind is errors.QueueFull:
-        return errors.QueueFull(message, retry_after_ms)
+        return errors.QueueFull(message, retry_after_ms) if retry_after_ms else errors.LimitExceeded(message)
     return kind(message)
+
+
+def _retry_trailers(error: errors.QueueFull) -> tuple[tuple[str, str | bytes], ...]:
+    code, milliseconds = STATUS_CODES[errors.QueueFull].value[0], error.retry_after_ms
+    hint = error_details_pb2.RetryInfo()
+    hint.retry_delay.FromMilliseconds(milliseconds)
+    status = status_pb2.Status(code=code, message=str(error))
+    status.details.add().Pack(hint)
+    return (RETRY_AFTER, str(milliseconds)), (DETAILS, status.SerializeToString())
 
 
 async def _abort(context: Any, error: Exception) -> None:
@@ -82,9 +95,7 @@ async def _abort(context: Any, error: Exception) -> None:
     if code is None:
         _log.exception("a call failed by a bug", exc_info=error)
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
-    trailers: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, errors.QueueFull):
-        trailers = ((RETRY_AFTER, str(error.retry_after_ms)),)
+    trailers = _retry_trailers(error) if isinstance(error, errors.QueueFull) else ()
     await context.abort(code, str(error), trailers)
 
 

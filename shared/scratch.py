@@ -1,7 +1,7 @@
 """Folders for sockets and shared files of running processes, gone when their process is, by whatever cause.
 
-Who is killed can't remove its folder, so the next one does: a folder is locked by its process, and the kernel lets go of
-the lock when that process ends, whatever becomes of process ids or containers that share the folder for temporary files.
+Who is killed can't remove its folder, so the next one does: a folder is locked by its process, and the kernel lets go
+of the lock when that process ends, whatever becomes of process ids or containers that share the parent folder.
 """
 
 import contextlib

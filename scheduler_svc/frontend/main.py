@@ -63,7 +63,8 @@ class Frontend:
         tokenizer = GrammarTokenizer(*tokens, model.vocabulary_size, model.eos_token_ids)
         self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
-        self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link, self._tracing)
+        parts = self._prompts, self._grammars, self.link, self._tracing
+        self.service = GenerationService(model, defaults, *parts, fair_by=config.fair_by)
         self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health)
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []

@@ -44,8 +44,8 @@ class Seen:
 
 async def main(endpoint: str, start: float, concurrency: int, output: str) -> None:
     """Returns when every stream has ended."""
-    # Without resuming: a benchmark that hides a loss measures something else.
-    async with AsyncClient(endpoint.split(","), resume_timeout=0) as client:
+    # Without trying again: a benchmark that hides a loss or a refusal measures something else.
+    async with AsyncClient(endpoint.split(","), resume_timeout=0, queue_timeout=0) as client:
         size = (await client.model_info()).vocabulary_size
         seen, room = Seen(), asyncio.Semaphore(concurrency)
         items = [
