@@ -37,6 +37,8 @@ class SchedulerConfig:
     """Most tokens of waiting sequences; beyond it RESOURCE_EXHAUSTED, unless nobody waits."""
     max_queue_time: float | None = None
     """Seconds that a request may wait for its first step; then it ends RESOURCE_EXHAUSTED. None: no bound."""
+    read_timeout: float = 60.0
+    """Seconds that a client may leave a message of its stream untaken; then the stream ends RESOURCE_EXHAUSTED."""
     fair_by: str | None = None
     """Clients take turns, told apart by: peer (their address), token (their authorization metadata) or the metadata
     key of that name. None: first come, first served."""
@@ -69,7 +71,7 @@ class SchedulerConfig:
         check_bounds(self, ("max_queue", "max_queue_tokens"), 1)
         check_bounds(self, ("max_queue_time",), 0.1)
         check_bounds(self, ("depth",), 1, DEPTH_LIMIT)
-        check_bounds(self, ("step_timeout",), 1)
+        check_bounds(self, ("step_timeout", "read_timeout"), 1)
         check_bounds(self, ("worker_loss_timeout", "drain_timeout"), 0)
         check_bounds(self, ("grammar_timeout",), 0.1)
         if self.fair_by is not None and not METADATA_KEY.fullmatch(self.fair_by):

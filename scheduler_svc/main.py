@@ -100,6 +100,7 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
         core_timeout=config.worker_loss_timeout,
         drain_timeout=config.drain_timeout,
         fair_by=config.fair_by,
+        read_timeout=config.read_timeout,
         metrics_socket=metrics_socket,
         otlp_endpoint=config.otlp_endpoint,
     )

@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared import errors
+from shared.reading import Writes
 
 MAX_MESSAGE_BYTES = 64 << 20
 POLL_S = 0.05
@@ -102,6 +104,10 @@ async def _abort(context: Any, error: Exception) -> None:
 class ErrorInterceptor(aio.ServerInterceptor):
     """Maps exceptions of every handler to status codes: the only place that does."""
 
+    def __init__(self, read_timeout: float = math.inf) -> None:
+        """`read_timeout`: seconds that a client may leave a message of a stream untaken."""
+        self._writes = Writes(read_timeout)
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
@@ -114,9 +120,10 @@ class ErrorInterceptor(aio.ServerInterceptor):
         kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
         kind = next(kind for kind in kinds if getattr(handler, kind))
         behaviour = getattr(handler, kind)
-        wrap = _streaming if inspect.isasyncgenfunction(behaviour) else _awaited
+        is_stream = inspect.isasyncgenfunction(behaviour)
+        call = _streaming(behaviour, self._writes) if is_stream else _awaited(behaviour)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrap(behaviour), handler.request_deserializer, handler.response_serializer)
+        return make(call, handler.request_deserializer, handler.response_serializer)
 
 
 def _awaited(behaviour: Any) -> Any:
@@ -133,13 +140,16 @@ def _awaited(behaviour: Any) -> Any:
     return call
 
 
-def _streaming(behaviour: Any) -> Any:
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+def _streaming(behaviour: Any, writes: Writes) -> Any:
+    async def call(request: Any, context: Any) -> None:
         try:
             # Closed here and now when the call ends early: what it holds is freed within one turn of the loop.
             async with aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
-                    yield response
+                    try:
+                        await writes.write(context, response)
+                    except errors.LimitExceeded as error:
+                        await responses.athrow(error)  # the handler's own account of the call tells why it ends
         except (aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -153,10 +163,12 @@ def make_server(
     share_port: bool,
     interceptors: tuple[aio.ServerInterceptor, ...] = (),
     options: Sequence[tuple[str, int]] = (),
+    read_timeout: float = math.inf,
 ) -> aio.Server:
-    """A server with Tandem's options and more. Only frontends share a port; elsewhere a second bind must fail."""
+    """A server with Tandem's options and more. Only frontends share a port; elsewhere a second bind must fail. Clients
+    that take no message of their stream for `read_timeout` seconds get no more."""
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port)), *options]
-    return aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
+    return aio.server(interceptors=(ErrorInterceptor(read_timeout), *interceptors), options=options)
 
 
 def make_channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> aio.Channel:

@@ -73,7 +73,8 @@ class Frontend:
 
     def _make_server(self) -> aio.Server:
         age = round(self._config.max_connection_age * 1000)
-        server = make_server(share_port=True, options=[("grpc.max_connection_age_ms", age)])
+        options = [("grpc.max_connection_age_ms", age)]
+        server = make_server(share_port=True, options=options, read_timeout=self._config.read_timeout)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.service, server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
