@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -65,6 +66,13 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before the line above
         os._exit(1)
+
+
+def raise_file_limit() -> int:
+    """Lets this process open as many files as it may, each connection being one; how many that is."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
 async def exited(child: subprocess.Popen[bytes]) -> int:

@@ -167,8 +167,9 @@ def make_server(
 ) -> aio.Server:
     """A server with Tandem's options and more. Only frontends share a port; elsewhere a second bind must fail. Clients
     that take no message of their stream for `read_timeout` seconds get no more."""
-    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port)), *options]
-    return aio.server(interceptors=(ErrorInterceptor(read_timeout), *interceptors), options=options)
+    # Of a key given twice gRPC takes the first.
+    merged = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(share_port)} | dict(options)
+    return aio.server(interceptors=(ErrorInterceptor(read_timeout), *interceptors), options=list(merged.items()))
 
 
 def make_channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> aio.Channel:

@@ -34,6 +34,8 @@ class FrontendConfig:
     """Seconds that requests wait for a core that is away; then they end UNAVAILABLE."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
+    max_connections: int | None = None
+    """Most connections to each port; None: as many as the process may open files, but for some that it needs itself."""
     read_timeout: float = 60.0
     """Seconds that a client may leave a message of its stream untaken; then the stream ends."""
     fair_by: str | None = None

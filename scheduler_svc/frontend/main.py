@@ -37,11 +37,17 @@ from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
 from shared.pb import generation_pb2_grpc
 from shared.ports import address
-from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
+from shared.process import STARTUP_FAILED, die_with_parent, raise_file_limit, stop_signals
 from shared.rpc import make_server
 from shared.settings import from_json
 from shared.telemetry import configure_logging
 
+OWN_FILES = 128
+"""Files and sockets that a frontend needs itself, and a bit more."""
+MAX_CONCURRENT_STREAMS = 10_000
+"""On one connection; further calls wait at the client."""
+MESSAGES_PER_PROMPT = 2
+"""Longest message in terms of the longest prompt: it may have keys, schemas and token ids beside it."""
 _CLOSING_SECONDS = 0.5
 """For what is no Generate call, health watchers for instance, after the last stream has finished."""
 
@@ -73,7 +79,13 @@ class Frontend:
 
     def _make_server(self) -> aio.Server:
         age = round(self._config.max_connection_age * 1000)
-        options = [("grpc.max_connection_age_ms", age)]
+        options = [
+            ("grpc.max_connection_age_ms", age),
+            ("grpc.max_allowed_incoming_connections", self._config.max_connections or raise_file_limit() - OWN_FILES),
+            ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+            # Its length is known before a message is read: one that is too long costs nothing.
+            ("grpc.max_receive_message_length", MESSAGES_PER_PROMPT * self._config.max_prompt_bytes),
+        ]
         server = make_server(share_port=True, options=options, read_timeout=self._config.read_timeout)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.service, server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
