@@ -46,6 +46,9 @@ OWN_FILES = 128
 """Files and sockets that a frontend needs itself, and a bit more."""
 MAX_CONCURRENT_STREAMS = 10_000
 """On one connection; further calls wait at the client."""
+MAX_PENDING_CALLS = 20_000
+"""That have come and were not looked at yet. gRPC's own bounds, from 1,000 on by chance and 3,000 surely, would end a
+burst of calls as CANCELLED, as if their clients had left; what is looked at is refused with a reason and a hint."""
 MESSAGES_PER_PROMPT = 2
 """Longest message in terms of the longest prompt: it may have keys, schemas and token ids beside it."""
 _CLOSING_SECONDS = 0.5
@@ -83,6 +86,8 @@ class Frontend:
             ("grpc.max_connection_age_ms", age),
             ("grpc.max_allowed_incoming_connections", self._config.max_connections or raise_file_limit() - OWN_FILES),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             # Its length is known before a message is read: one that is too long costs nothing.
             ("grpc.max_receive_message_length", MESSAGES_PER_PROMPT * self._config.max_prompt_bytes),
         ]

@@ -71,6 +71,18 @@ def test_a_flood_of_connections_is_cut_and_who_is_connected_goes_on(model: Path)
     run(scenario())
 
 
+def test_a_burst_of_calls_is_served_whole(model: Path) -> None:
+    """gRPC's servers cancel what comes beyond a few thousand calls that nobody has looked at."""
+
+    async def scenario() -> None:
+        async with serving(model, lambda submit: ((7,), length())) as served:
+            calls = [served.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]))) for _ in range(3300)]
+            answers = await asyncio.gather(*(collect(call) for call in calls))
+            assert all([list(r.token_ids) for r in answer] == [[7]] for answer in answers)
+
+    run(scenario())
+
+
 async def tokens(stub: Any) -> list[int]:
     return [token for r in await collect(stub.Generate(pb.GenerateRequest(text="a"))) for token in r.token_ids]
 
