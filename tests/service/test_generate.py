@@ -239,20 +239,18 @@ def test_more_important_requests_come_first(tmp_path) -> None:
                 await follow(channel, request(priority=priority, max_tokens=max_tokens), Output())
                 ended.append(name)
 
-            async def until_queued(count: int) -> None:
-                while (await load(service.endpoint)).queued != count:
-                    await asyncio.sleep(0.01)
-
             async with aio.insecure_channel(service.endpoint) as channel:
                 first = asyncio.create_task(one("first", 1, LONG))
                 while not (await load(service.endpoint)).running:
                     await asyncio.sleep(0.01)
-                others = []
-                for count, (name, priority) in enumerate((("second", 1), ("third", 1), ("important", 0)), 1):
-                    others.append(asyncio.create_task(one(name, priority)))
-                    await until_queued(count)
+                others = [asyncio.create_task(one(name, 1)) for name in ("second", "third")]
+                while (await load(service.endpoint)).queued < len(others):
+                    await asyncio.sleep(0.01)
+                important = asyncio.create_task(one("important", 0))
+                while not important.done() and (await load(service.endpoint)).queued <= len(others):
+                    await asyncio.sleep(0.01)
                 first.cancel()
-                await asyncio.gather(*others)
+                await asyncio.gather(important, *others)
             return ended
 
         assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == ["important", "second", "third"]
