@@ -59,7 +59,7 @@ def test_a_flood_of_connections_is_cut_and_who_is_connected_goes_on(model: Path)
             flood = [socket.create_connection(("127.0.0.1", served.frontend.own_port)) for _ in range(200)]
             for connection in flood:
                 connection.setblocking(False)
-            await until(lambda: sum(map(is_closed, flood)) >= 150, 5)
+            await until(lambda: sum(map(is_closed, flood)) >= 150)
             assert await tokens(served.stub) == [7]
             for connection in flood:
                 connection.close()

@@ -56,7 +56,7 @@ def test_who_never_reads_is_ended_in_time_and_holds_up_nobody(model: Path) -> No
             (wanted,) = (await served.core.submitted(2))[-1:]
             served.core.give(wanted, [7], length())
             assert [list(r.token_ids) for r in await collect(other)] == [[7]]
-            await until(lambda: served.core.cancelled == [submit.handle], 10)
+            await until(lambda: served.core.cancelled == [submit.handle])
             await served.idle()
             code, problem, tokens = await status_of(call)
             assert (code, "has not read for 1 s" in problem) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
@@ -74,7 +74,7 @@ def test_output_that_is_not_read_is_bounded(model: Path, monkeypatch: pytest.Mon
         async with serving(model) as served, unread(served) as call:
             (submit,) = await served.core.submitted()
             await flood(served, submit, 400_000)
-            await until(lambda: served.core.cancelled == [submit.handle], 10)  # the core computes no more of it
+            await until(lambda: served.core.cancelled == [submit.handle])  # the core computes no more of it
             code, problem, tokens = await status_of(call)
             assert (code, "no more are kept" in problem) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
             assert tokens >= 20_000, "what has gathered is given"

@@ -13,6 +13,7 @@ from grpc import aio
 
 from shared.pb import generation_pb2 as pb
 from shared.rpc import CHANNEL_OPTIONS
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
 
 HOOK = """
@@ -70,7 +71,7 @@ async def disturbed(service: Tandem, order: Path, how: str) -> list[Output]:
         while not all(output.token_ids for output in outputs):
             await asyncio.sleep(0.005)
         order.write_text(how)
-        await asyncio.wait_for(streams, 60)
+        await asyncio.wait_for(streams, PATIENCE_S)
     assert not order.exists(), "the run was too short to disturb"
     return outputs
 
