@@ -25,6 +25,9 @@ INSIST_S = 0.2
 INSIST_TIMES = 10
 """How often, and how many times, children are told to stop that shall not finish what they do."""
 
+MOST_FILES = 1 << 20
+"""That a process opens, whatever it may."""
+
 MOST_EARLY_STARTS = 5
 """Starts of a child that keeps ending before all are ready; then the family gives up."""
 
@@ -71,8 +74,9 @@ def die_with_parent() -> None:
 def raise_file_limit() -> int:
     """Lets this process open as many files as it may, each connection being one; how many that is."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most
+    files = MOST_FILES if most == resource.RLIM_INFINITY else min(most, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    return files
 
 
 async def exited(child: subprocess.Popen[bytes]) -> int:

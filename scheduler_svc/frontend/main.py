@@ -84,7 +84,7 @@ class Frontend:
         age = round(self._config.max_connection_age * 1000)
         options = [
             ("grpc.max_connection_age_ms", age),
-            ("grpc.max_allowed_incoming_connections", self._config.max_connections or raise_file_limit() - OWN_FILES),
+            ("grpc.max_allowed_incoming_connections", self._config.max_connections or _files_for_connections()),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
@@ -145,6 +145,13 @@ class Frontend:
         await asyncio.to_thread(self._tracing.close)
         self._prompts.close()
         self._grammars.close()
+
+
+def _files_for_connections() -> int:
+    files = raise_file_limit()
+    if files <= OWN_FILES:
+        raise StartupError(f"only {files} open files are allowed (ulimit -Hn): {OWN_FILES + 1} and more are needed")
+    return files - OWN_FILES
 
 
 async def serve(config: FrontendConfig) -> None:
