@@ -194,7 +194,8 @@ class Scheduler:
     def update(self, group: int, result: StepResult) -> StepOutputs:
         """Applies the result of the group's oldest plan; one of an earlier epoch is ignored.
 
-        What a group that joins or drains brings about for others is told by the next `take_outputs`. Raises ProtocolError, and changes nothing, where the result is not that plan's.
+        What a group that joins or drains brings about for others is told by the next `take_outputs`. Raises
+        ProtocolError, and changes nothing, where the result is not that plan's.
         """
         ready = self._groups.get(group)
         if ready is None or ready.epoch != result.epoch:

@@ -110,12 +110,13 @@ class Wire:
         self.plans: list[StepPlan] = []
         self._expected = 1
         self._engine = engine
-        self._link = engine.links[0]
+        self._link = engine.workers.links[0]
         self._link.send = self._send  # type: ignore[method-assign]
         engine.described(0, EIGHT_TOKENS)
         self._send(engine.opened(0, EIGHT_TOKENS))
         self._link.is_connected = True
         self.answer()
+        engine.connected(0)
 
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
