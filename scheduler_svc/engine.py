@@ -110,7 +110,8 @@ class Engine:
             state.groups.add(endpoint=link.endpoint, connected=link.is_connected, problem=link.problem, **values)
         if self._core is None or self._served is None:
             return state
-        state.max_running = self._core.config.max_num_seqs * len(self.workers.links)
+        fitting = sum(not link.is_refused for link in self.workers.links.values())
+        state.max_running = self._core.config.max_num_seqs * fitting
         state.model.dtype = self._served.dtype
         state.model.context_limit = self._core.context_limit
         state.model.vocabulary_size = self._served.vocabulary_size

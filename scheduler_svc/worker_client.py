@@ -160,6 +160,7 @@ class WorkerLink:
             beat.cancel()
             call.cancel()
             self.is_connected = False
+            self.problem = self.problem or "let go"
             self._listener.lost(self.group)
 
     async def _describe(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> WorkerDescription:

@@ -182,19 +182,21 @@ def described(**changes: Any) -> WorkerDescription:
 
 
 def test_requests_that_fit_only_a_worker_that_is_away_end_in_time(tmp_path: Path) -> None:
-    """While another one serves. What fits that one too goes on there."""
+    """While another one serves, whose pool is the bound from then on."""
 
     async def scenario() -> None:
         async with served(tmp_path, groups=2, worker_loss_timeout=1.0) as (engine, peer, _):
-            Wire(engine, 0, described(num_blocks=2))
-            Wire(engine, 1, EIGHT_TOKENS).lose()
-            peer.submit(1, bytes(4 * 40), max_tokens=2)
-            peer.submit(2, bytes(4 * 20), max_tokens=2)
-            ended = await asyncio.wait_for(peer.end(), 5)
+            small, large = Wire(engine, 0, described(num_blocks=2)), Wire(engine, 1, EIGHT_TOKENS)
+            peer.submit(1, bytes(4 * 40), max_tokens=1)
+            await large.planned(1)
+            large.lose()
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
             assert (ended.handle, ended.failure.code) == (1, grpc.StatusCode.UNAVAILABLE.value[0])
-            peer.submit(3, bytes(4 * 40), max_tokens=2)
-            ended = await asyncio.wait_for(peer.end(), 5)
-            assert (ended.handle, ended.failure.code) == (3, grpc.StatusCode.INVALID_ARGUMENT.value[0])
+            peer.submit(2, bytes(4 * 40), max_tokens=1)
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
+            assert (ended.handle, ended.failure.code) == (2, grpc.StatusCode.INVALID_ARGUMENT.value[0])
+            peer.submit(3, bytes(4 * 20), max_tokens=1)
+            await small.planned(1)
             assert engine.held == 2
 
     asyncio.run(scenario())
@@ -209,7 +211,7 @@ def test_the_first_worker_after_a_restart_bounds_nobody(tmp_path: Path) -> None:
             while not engine.held:
                 await asyncio.sleep(0.01)
             Wire(engine, 0, described(num_blocks=2))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0)
             large = Wire(engine, 1, EIGHT_TOKENS)
             await large.planned(1)
 
@@ -236,7 +238,7 @@ def test_a_core_that_no_worker_fits_any_more_makes_way_for_another(tmp_path: Pat
             with pytest.raises(Misfit):
                 engine.described(1, described(block_size=32))
             with pytest.raises(Outgrown, match="block_size 32"):
-                await asyncio.wait_for(running, 5)
+                await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(scenario())
 

@@ -26,6 +26,7 @@ from shared.pb import generation_pb2 as pb
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.ports import find_free
 from tandem.models import model_folder
+from tests.patience import PATIENCE_S
 from tests.service.scrape import scrape_until
 from tests.service.tandem_process import Tandem, generate_all, load, running, until_idle
 
@@ -80,7 +81,7 @@ class Pods:
         worker = self.workers.pop(host)
         self.tell()
         worker.send_signal(fate)
-        return worker.wait(timeout=30)
+        return worker.wait(timeout=PATIENCE_S)
 
     def tell(self, *others: str) -> None:
         """The name has the workers' addresses, and these."""
@@ -110,9 +111,9 @@ class Service:
         """By host, as GetLoad tells."""
         return {worker.endpoint.rpartition(":")[0]: worker for worker in asyncio.run(load(self.endpoint)).workers}
 
-    def until(self, condition: Callable[[dict[str, pb.WorkerLoad]], bool], within: float = 60.0) -> None:
+    def until(self, condition: Callable[[dict[str, pb.WorkerLoad]], bool]) -> None:
         """Waits for what GetLoad tells of the workers."""
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + PATIENCE_S
         while not condition(workers := self.workers()):
             assert time.monotonic() < deadline, workers
             time.sleep(0.05)
@@ -130,7 +131,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     hosts = [pods.start(), pods.start()]
     metrics_port = find_free("127.0.0.1")
     arguments = ["--model", "tiny", "--workers", f"dns:///{NAME}:{pods.port}", "--resolve-interval", "0.2"]
-    arguments += ["--step-timeout", "3", "--metrics-port", str(metrics_port)]
+    arguments += ["--metrics-port", str(metrics_port)]
     path = os.pathsep.join([str(folder), os.getcwd()])
     try:
         with running(folder / "log", *arguments, kind=Scheduler, PYTHONPATH=path) as scheduler:
@@ -180,7 +181,7 @@ def under_load(service: Service, change: Callable[[], None]) -> None:
         await changing
         return counts
 
-    assert all(asyncio.run(asyncio.wait_for(scenario(), 240)))
+    assert all(asyncio.run(asyncio.wait_for(scenario(), 4 * PATIENCE_S)))
     asyncio.run(until_idle(service.endpoint))
 
 

@@ -62,10 +62,10 @@ def test_a_drained_worker_stays_and_is_held_by_nobody() -> None:
         assert (await stream.read()).draining
         assert not call.done()
         await stream.call.done_writing()
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, PATIENCE_S)
         assert (await worker.stub.Describe(worker_pb2.DescribeRequest())).draining
         await worker.stub.Drain(worker_pb2.DrainRequest())
-        await asyncio.wait_for(worker.server.drain(), 5)
+        await asyncio.wait_for(worker.server.drain(), PATIENCE_S)
 
     run(test)
 
