@@ -23,7 +23,7 @@ def random_simulation(rng: random.Random, kind: type[Simulation]) -> Simulation:
 def random_submit(simulation: Simulation, rng: random.Random) -> None:
     """A request among few prompts, so that prefixes are shared."""
     prompt = rng.choice(PROMPTS[:3] if rng.random() < 0.95 else PROMPTS)[: rng.randint(1, 8)]
-    simulation.submit(
+    simulation.offer(
         prompt,
         given=rng.choice([0, 0, 0, 1, 3]),
         seed=rng.randint(0, 2),

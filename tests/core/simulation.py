@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_svc.core import CoreConfig, Request, RequeueCause, Scheduler, StepOutputs
 from scheduler_svc.core.quarantine import MOST_LOSSES
-from shared.errors import RequestFailed, TandemError, Unavailable
+from shared.errors import InvalidRequest, RequestFailed, TandemError, Unavailable
 from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import FinishReason, StepPlan, StepResult
 from tests.core.reference_worker import (
@@ -145,6 +145,15 @@ class Simulation:
         self.jobs[key] = Job(request, expected, how, list(output), limit)
         self.collect(self.core.take_outputs())
         return key
+
+    def offer(self, prompt: Tokens, given: int = 0, **fields: Any) -> None:
+        """As submit; what fits no group may be refused, and nothing else."""
+        try:
+            self.submit(prompt, given, **fields)
+        except InvalidRequest:
+            longest = len(prompt) + (fields["max_tokens"] or 1)
+            if self.fits_somewhere(min(longest, self.config.max_model_length)):
+                raise
 
     def abort(self, key: int) -> None:
         """The client leaves, or found a stop string."""

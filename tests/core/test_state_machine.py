@@ -64,7 +64,7 @@ class CoreMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         received: int,
     ) -> None:
-        self.simulation.submit(
+        self.simulation.offer(
             prompt[:length],
             given,
             seed=seed,
