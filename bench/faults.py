@@ -154,10 +154,10 @@ def _nothing() -> None:
 
 
 def _process(parent: int, role: str) -> psutil.Process:
-    """The last one started of its role: of ranks the one that clients' calls don't reach."""
+    """The last one started of its role: of ranks one that no call reaches."""
     children = psutil.Process(parent).children(recursive=True)
     found = [child for child in children if ROLES[role] in " ".join(child.cmdline())]
-    return max(found, key=lambda child: child.create_time())
+    return max(found, key=lambda child: child.pid)
 
 
 async def _watch(endpoint: str) -> tuple[float, float]:

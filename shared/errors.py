@@ -20,7 +20,7 @@ class DuplicateRequest(TandemError):
 class QueueFull(TandemError):
     """No room to wait, or no turn in time: try again after `retry_after_ms` milliseconds."""
 
-    def __init__(self, message: str, retry_after_ms: int = 0) -> None:
+    def __init__(self, message: str, retry_after_ms: int = 1000) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
 

@@ -70,7 +70,7 @@ class WorkerConfig:
     step_timeout: float = 10.0
     """Seconds without progress after which a rank counts as hung."""
     drain_timeout: float = 30.0
-    """Seconds that a stopping worker lets the scheduler's stream go on."""
+    """Seconds that a stopping worker lets the scheduler's stream go on, for sequences that no other worker takes."""
     threads: int = 1
     """CPU threads per rank for matrix operations."""
 

@@ -174,7 +174,7 @@ def test_a_step_begins_while_those_before_it_run() -> None:
         for _ in range(3):
             await stream.send()
         await until(lambda: worker.group.commands == ["open", (1, 1), (1, 2), (1, 3)])
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(1.5)
         worker.group.results.set()
         assert [(await stream.read()).step_id for _ in range(3)] == [1, 2, 3]
 
