@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_PREFIX = ".tandem-run-"
+_PREFIX = ".tandem-"
 """Of what only this module makes: whatever of that name nobody has locked is removed."""
 
 

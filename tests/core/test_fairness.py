@@ -81,16 +81,17 @@ def test_who_comes_late_waits_for_one_turn_and_has_saved_up_none() -> None:
     assert order(simulation)[-6:] == [few[0], flood[3], few[1], *flood[4:]]
 
 
-def test_who_comes_back_keeps_its_place() -> None:
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_who_comes_back_is_ahead_of_who_came_later(waiting: int) -> None:
+    """Also where nobody of its priority had waited meanwhile."""
     simulation = one_at_a_time()
-    flood = [submit(simulation, ("a", 0, 4, 2)) for _ in range(2)]
-    while simulation.core._life.by_key.get(0) is not None:
+    flood = [submit(simulation, ("a", 0, 4, 2)) for _ in range(2 + waiting)]
+    while simulation.core.load().queued > waiting:
         simulation.step()
-    simulation.plan(0)
     other = submit(simulation, ("b", 0, 4, 2))
     simulation.lose(0, restart=True)
     simulation.open(0)
-    assert [sequence.request.key for sequence in simulation.core._life.queue] == [flood[0], other, flood[1]]
+    assert [sequence.request.key for sequence in simulation.core._life.queue] == [flood[1], other, *flood[2:]]
     simulation.settle()
 
 
