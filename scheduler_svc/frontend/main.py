@@ -49,8 +49,8 @@ MAX_CONCURRENT_STREAMS = 10_000
 MAX_PENDING_CALLS = 20_000
 """That have come and were not looked at yet. gRPC's own bounds, from 1,000 on by chance and 3,000 surely, would end a
 burst of calls as CANCELLED, as if their clients had left; what is looked at is refused with a reason and a hint."""
-MESSAGES_PER_PROMPT = 2
-"""Longest message in terms of the longest prompt: it may have keys, schemas and token ids beside it."""
+MOST_BESIDE_PROMPT = 4 << 20
+"""Bytes of a message beside the text of its prompt: keys, schemas, token ids."""
 _CLOSING_SECONDS = 0.5
 """For what is no Generate call, health watchers for instance, after the last stream has finished."""
 
@@ -89,7 +89,7 @@ class Frontend:
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             # Its length is known before a message is read: one that is too long costs nothing.
-            ("grpc.max_receive_message_length", MESSAGES_PER_PROMPT * self._config.max_prompt_bytes),
+            ("grpc.max_receive_message_length", self._config.max_prompt_bytes + MOST_BESIDE_PROMPT),
         ]
         server = make_server(share_port=True, options=options, read_timeout=self._config.read_timeout)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.service, server)
