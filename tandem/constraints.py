@@ -42,7 +42,8 @@ def constraint_from(options: Mapping[str, Any]) -> pb.Constraint | None:
     with naming(name):
         constraint = pb.Constraint(**{name: _CONVERTERS.get(name, _same)(options[name])})
     if name == "tool_choice" and "parallel_tool_calls" in options:
-        constraint.tool_choice.parallel_tool_calls = options["parallel_tool_calls"]
+        with naming("parallel_tool_calls"):
+            constraint.tool_choice.parallel_tool_calls = options["parallel_tool_calls"]
     return constraint
 
 
