@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -341,11 +341,11 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def gateway_before(log: Path, *engines: Tandem) -> Iterator[tuple[int, int]]:
+def gateway_before(log: Path, *endpoints: str, options: Sequence[str] = ()) -> Iterator[tuple[int, int]]:
     """One gateway before several engines: its ports for HTTP and metrics."""
     http, metrics = find_free("127.0.0.1"), find_free("127.0.0.1")
     command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(http), "--worker-urls"]
-    command += [f"grpc://{engine.endpoint}" for engine in engines]
+    command += [f"grpc://{endpoint}" for endpoint in endpoints]
     command += [
         "--prometheus-host",
         "127.0.0.1",
@@ -353,6 +353,7 @@ def gateway_before(log: Path, *engines: Tandem) -> Iterator[tuple[int, int]]:
         str(metrics),
         "--worker-startup-check-interval",
         "1",
+        *options,
     ]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
@@ -376,7 +377,7 @@ def test_a_gateway_sends_prompts_to_the_engine_that_has_their_prefix(tmp_path: P
     with running(tmp_path / "one", *engine) as one, running(tmp_path / "two", *engine) as two:
         for number, prompt in enumerate(prompts):
             expected((one, two)[number % 2], pb.GenerateRequest(text=prompt), 1)
-        with gateway_before(tmp_path / "gateway", one, two) as (http, metrics):
+        with gateway_before(tmp_path / "gateway", one.endpoint, two.endpoint) as (http, metrics):
             blocks = len(prompts) * 2
             deadline = time.monotonic() + 20
             while metric(metrics, "smg_kv_index_blocks") < blocks:
