@@ -16,6 +16,7 @@ from shared.pb import core_pb2
 from tests.frontend.fake_core import FakeCore, stopped, until
 from tests.frontend.harness import serving
 from tests.frontend.model_folder import CHAT_TEMPLATE, make_model_folder
+from tests.patience import PATIENCE_S
 from tests.service.test_openai import gateway_before, openai
 
 EOS = 400
@@ -51,7 +52,7 @@ async def say(core: FakeCore, submit: core_pb2.Submit, tokens: list[int]) -> Non
 async def ask(client: Any, **options: Any) -> Any:
     """The only choice. The gateway needs a moment to find its engine."""
     messages = [{"role": "user", "content": "Hi"}]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 answer = await client.chat.completions.create(model="thinking", messages=messages, **options)
@@ -72,7 +73,7 @@ def test_the_answer_after_a_thought_has_the_form_that_was_asked_for(thinking_mod
                 async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=20) as client:
                     for number, (kind, (answer, asked)) in enumerate(ASKED.items(), 1):
                         asking = asyncio.create_task(ask(client, **asked))
-                        await until(lambda number=number: len(served.core.submits) == number, seconds=30)
+                        await until(lambda number=number: len(served.core.submits) == number)
                         await say(served.core, served.core.submits[-1], tokenizer.encode(f"hm\n</think>{answer}").ids)
                         check(kind, answer, await asking)
 
