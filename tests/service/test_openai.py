@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import re
+import shlex
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -344,20 +346,14 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def gateway_before(log: Path, *endpoints: str, options: Sequence[str] = ()) -> Iterator[tuple[int, int]]:
-    """One gateway before several engines: its ports for HTTP and metrics."""
+def gateway_before(log: Path, *endpoints: str) -> Iterator[tuple[int, int]]:
+    """One gateway before several engines, by the page's command: its ports for HTTP and metrics."""
     http, metrics = find_free("127.0.0.1"), find_free("127.0.0.1")
-    command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(http), "--worker-urls"]
-    command += [f"grpc://{endpoint}" for endpoint in endpoints]
-    command += [
-        "--prometheus-host",
-        "127.0.0.1",
-        "--prometheus-port",
-        str(metrics),
-        "--worker-startup-check-interval",
-        "1",
-        *options,
-    ]
+    (example,) = re.findall(r"^smg launch .*?[^\\]$", (DOCS / "openai.md").read_text(), re.MULTILINE | re.DOTALL)
+    engines = " ".join(f"grpc://{endpoint}" for endpoint in endpoints)
+    words = shlex.split(re.sub(r"grpc://\S+( grpc://\S+)*", engines, example.replace("\\\n", " ")))
+    words[words.index("--port") + 1] = str(http)
+    command = [sys.executable, "-m", *words, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
             yield http, metrics

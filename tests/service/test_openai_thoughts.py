@@ -63,12 +63,11 @@ async def ask(client: Any, **options: Any) -> Any:
 
 def test_the_answer_after_a_thought_has_the_form_that_was_asked_for(thinking_model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(thinking_model / "tokenizer.json"))
-    options = ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3")
 
     async def scenario() -> None:
         async with serving(thinking_model) as served:
             endpoint = f"127.0.0.1:{served.frontend.own_port}"
-            with gateway_before(tmp_path / "gateway", endpoint, options=options) as (http, _):
+            with gateway_before(tmp_path / "gateway", endpoint) as (http, _):
                 url = f"http://127.0.0.1:{http}/v1"
                 async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=20) as client:
                     for number, (kind, (answer, asked)) in enumerate(ASKED.items(), 1):
