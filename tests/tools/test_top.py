@@ -56,6 +56,13 @@ def test_a_request_without_tokens_has_no_first_one() -> None:
     assert text(frame(latest=(refused,))).count("7.5 ms") == 1
 
 
+def test_a_worker_that_leaves_or_is_away_is_told_with_its_reason() -> None:
+    workers = (WorkerLoad("a:5", True, 2, 80, 60, draining=True), WorkerLoad("b:5", False, 0, 0, 0, problem="[red]"))
+    shown = text(frame(load=replace(LOAD, workers=workers)))
+    assert "draining" in shown and "connected" not in shown
+    assert "away" in shown and "[red]" in shown
+
+
 def test_nothing_has_ended_yet() -> None:
     assert "finished" not in text(frame()) and "latest 0 finished" in text(frame(latest=(request(1, outcome="x"),)))
 
