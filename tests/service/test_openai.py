@@ -119,6 +119,22 @@ def test_chats_streamed_and_not_are_the_models_text(service: OpenAI) -> None:
     assert usage == answer.usage and usage.completion_tokens < 60
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_usage_tells_what_came_from_the_cache(service: OpenAI, stream: bool) -> None:
+    asked = {"model": "tiny", "prompt": f"{stream} " + "In the beginning. " * 40, "max_tokens": 3, "temperature": 0}
+    usages = []
+    for _ in range(2):
+        if stream:
+            told = service.client().completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            usages.append(completion_text(told)[1])
+        else:
+            usages.append(service.client().completions.create(**asked).usage)
+    first, second = usages
+    assert first.completion_tokens == second.completion_tokens == 3 and first.prompt_tokens == second.prompt_tokens
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached == [0, (first.prompt_tokens - 1) // 64 * 64] and cached[1] > 0
+
+
 def test_seeds_samples_and_stop_strings(service: OpenAI) -> None:
     asked = {"model": "tiny", "prompt": "She said", "temperature": 2, "top_p": 1, "max_tokens": 24, "n": 2}
     first, again, other = (service.client().completions.create(**asked, seed=seed) for seed in (7, 7, 8))
