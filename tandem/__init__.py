@@ -12,6 +12,7 @@ from shared.errors import (
     Unavailable,
 )
 from tandem.async_client import AsyncClient
+from tandem.chat_output import ChatOutput, ToolCall, parse_chat_output
 from tandem.client import Client
 from tandem.streams import AsyncGenerationStream, GenerationStream
 from tandem.token_values import EchoedPrompt, TokenLogprob
@@ -34,6 +35,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
     "ChatMessage",
+    "ChatOutput",
     "Client",
     "Completion",
     "DeadlineExceeded",
@@ -53,7 +55,9 @@ __all__ = [
     "Stats",
     "TandemError",
     "TokenLogprob",
+    "ToolCall",
     "Unavailable",
     "Usage",
     "WorkerLoad",
+    "parse_chat_output",
 ]

@@ -74,7 +74,8 @@ class Frontend:
         self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
         parts = self._prompts, self._grammars, self.link, self._tracing
         self.service = GenerationService(model, defaults, *parts, fair_by=config.fair_by)
-        self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health)
+        thinks = self._prompts.thoughts.end is not None
+        self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health, thinks=thinks)
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
         self.own_port = 0
