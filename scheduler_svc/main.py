@@ -37,7 +37,7 @@ async def run(config: SchedulerConfig) -> int:
     require_free(config.host, config.port)
     if config.otlp_endpoint is not None:
         require_tracing()
-    with stop_signals() as stopped, scratch_folder("scheduler") as folder:
+    with stop_signals() as stopped, scratch_folder() as folder:
         family = Supervisor()
         socket_path, metrics_socket = _socket_path(folder, "core.sock"), await _serve_metrics(config, folder)
         arguments = ["--config", to_json(config), "--socket", socket_path]

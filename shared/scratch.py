@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = ".tandem-"
-"""Of what only this module makes: whatever of that name nobody has locked is removed."""
+"""Of what only this module makes: whatever of that name nobody has locked is removed. Short, since the path of a Unix
+socket may have 107 bytes."""
 
 
 @contextlib.contextmanager
-def scratch_folder(role: str) -> Iterator[Path]:
+def scratch_folder() -> Iterator[Path]:
     """A private folder in the one for temporary files, after removing what killed processes of this user have left."""
     _reap(Path(tempfile.gettempdir()))
-    folder, lock = _locked_folder(role)
+    folder, lock = _locked_folder()
     try:
         yield folder
     finally:
@@ -28,10 +29,10 @@ def scratch_folder(role: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def _locked_folder(role: str) -> tuple[Path, int]:
+def _locked_folder() -> tuple[Path, int]:
     """Again where another process took the folder for a dead one's before it was locked."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{role}-"))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)

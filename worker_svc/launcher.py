@@ -46,7 +46,7 @@ async def launch(config: WorkerConfig) -> None:
     require_free(config.host, config.port)
     if config.metrics_port is not None:
         require_free(config.host, config.metrics_port, port_flag="--metrics-port")
-    with stop_signals() as stopped, scratch_folder("worker") as folder:
+    with stop_signals() as stopped, scratch_folder() as folder:
         cells = create_cells(folder / "progress", config.tensor_parallel)
         stats = create_stats(folder / "stats")
         if config.metrics_port is not None:

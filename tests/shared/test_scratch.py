@@ -11,7 +11,7 @@ from shared.scratch import scratch_folder
 
 HOLDER = """
 from shared.scratch import scratch_folder
-with scratch_folder("scheduler") as folder:
+with scratch_folder() as folder:
     (folder / "core.sock").touch()
     print(folder, flush=True)
     input()
@@ -37,7 +37,7 @@ def test_a_killed_process_s_folder_goes_with_the_next_start(tmp_path: Path, monk
         killed.kill()
         killed.wait()
         assert left.exists()
-        with scratch_folder("worker") as own:
+        with scratch_folder() as own:
             assert not left.exists() and (kept / "core.sock").exists() and own.stat().st_mode & 0o077 == 0
         assert not own.exists()
     finally:
