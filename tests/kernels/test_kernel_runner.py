@@ -67,13 +67,13 @@ def test_sequences_of_all_kinds_join_one_by_one(planners: tuple[Planner, Planner
             planner.open()
             planner.next_block = 0
             for slot, sampling in enumerate(KINDS.values()):
-                planner.admit(slot, prompt_of(11 + 13 * slot, epoch + slot), sampling)
+                planner.admit(slot, prompt_of(11 + 7 * slot, epoch + slot), sampling)
                 planner.step([(other, min(9, planner.remaining(other))) for other in range(slot + 1)])
-            for _ in range(8):
+            for _ in range(6):
                 planner.step([(slot, min(9, planner.remaining(slot))) for slot in range(len(KINDS))])
             outputs.append([planner.sequences[slot].tokens for slot in range(len(KINDS))])
         assert outputs[0] == outputs[1]
-        assert all(len(tokens) > 12 + 13 * slot for slot, tokens in enumerate(outputs[0]))
+        assert all(len(tokens) > 12 + 7 * slot for slot, tokens in enumerate(outputs[0]))
 
 
 def test_plans_ahead_of_results(planners: tuple[Planner, Planner]) -> None:
@@ -120,12 +120,12 @@ def test_the_same_rows_again_and_again(planners: tuple[Planner, Planner], kinds:
         for slot, kind in enumerate(kinds):
             planner.admit(slot, prompt_of(12 + slot, slot), KINDS[kind])
         tokens = planner.step([(0, 12), (1, 13)])
-        for step in range(10):
-            masks = (TokenMask(1, odd),) if step == 6 else ()
+        for step in range(7):
+            masks = (TokenMask(1, odd),) if step == 5 else ()
             tokens += planner.step([(0, 1), (1, 1)], masks=masks)
         results.append(tokens)
     assert results[0] == results[1]
-    assert results[0][2 * 7 + 1] % 2 == 1, "the mask counts"
+    assert results[0][2 * 6 + 1] % 2 == 1, "the mask counts"
 
 
 def test_rules_and_logprobs(planners: tuple[Planner, Planner]) -> None:
