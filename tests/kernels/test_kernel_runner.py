@@ -1,6 +1,7 @@
 """The kernel runner gives the tokens that the torch runner gives, here on a CPU in Triton's interpreter, uncaptured;
 tests/gpu compares them where kernels are compiled."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -37,13 +38,21 @@ KINDS = {
 @pytest.fixture(
     scope="module", params=[write_model, partial(write_moe_model, num_hidden_layers=1)], ids=["dense", "experts"]
 )
-def planners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Planner, Planner]:
-    """The same plans for the torch runner and for the kernel runner, in float32."""
+def planners(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Planner, Planner]]:
+    """The same plans for the torch runner and for the kernel runner, in float32.
+
+    A few programs have to fill this machine: those without work cost the interpreter as much as the others.
+    """
     folder = request.param(tmp_path_factory.mktemp("model"))
     config = WorkerConfig(
         str(folder), dtype="float32", block_size=BLOCK, num_kv_blocks=64, max_num_seqs=6, max_num_batched_tokens=96
     )
-    return Planner(build_runner(config, load_model_config(folder), TensorParallel())), Planner(_kernel_runner(config))
+    reference = Planner(build_runner(config, load_model_config(folder), TensorParallel()))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("worker_svc.kernels.parts._FILLING", 12)
+        yield reference, Planner(_kernel_runner(config))
 
 
 def _kernel_runner(config: WorkerConfig) -> KernelRunner:

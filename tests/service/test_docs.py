@@ -117,6 +117,7 @@ def sections(page: str) -> dict[str, str]:
         ("serve.md", "serve", "serve"),
         ("serve.md", "scheduler", "scheduler"),
         ("serve.md", "worker", "worker"),
+        ("serve.md", "drain", "drain"),
         ("measure.md", "top", "top"),
         ("measure.md", "bench", "bench"),
         ("batch.md", None, "batch"),
