@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU tests need no CUDA build of torch, which is several GB; the worker itself takes any torch from 2.11 on.
 TORCH := torch==2.13.0
+# Python compiles what is imported; pip would compile everything.
+INSTALL := install --quiet --no-compile
 # Both environments are made at the same time; installing the project itself writes into its folder.
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
@@ -21,18 +23,18 @@ test:
 $(VENV)/.runs: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Tandem needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
-	$(ALONE) $(BIN)/pip install --quiet --editable '.[worker]'
+	$(BIN)/pip $(INSTALL) $(TORCH)
+	$(ALONE) $(BIN)/pip $(INSTALL) --editable '.[worker]'
 	touch $@
 
 $(VENV)/.develops: $(VENV)/.runs
-	$(ALONE) $(BIN)/pip install --quiet --editable '.[worker,dev]'
+	$(ALONE) $(BIN)/pip $(INSTALL) --editable '.[worker,dev]'
 	touch $@
 
 # Proves that the scheduler needs no torch: there is none in this environment.
 $(VENV)-scheduler/.runs: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-scheduler
-	$(ALONE) $(VENV)-scheduler/bin/pip install --quiet --editable . hypothesis 'pytest>=9'
+	$(ALONE) $(VENV)-scheduler/bin/pip $(INSTALL) --editable . hypothesis 'pytest>=9'
 	touch $@
 
 lint: $(VENV)/.develops

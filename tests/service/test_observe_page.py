@@ -12,7 +12,7 @@ import pytest
 from shared.ports import find_free
 from tests.patience import PATIENCE_S
 from tests.service.scrape import scrape
-from tests.service.tandem_process import running
+from tests.service.tandem_process import free_pair, running
 
 PAGE = (Path(__file__).parents[2] / "docs" / "observe.md").read_text()
 
@@ -27,7 +27,7 @@ def commands() -> list[str]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
 def test_the_first_example(tmp_path: Path) -> None:
     serve, *asks, _ = commands()
-    port = find_free("127.0.0.1")
+    port = free_pair()
     assert serve.startswith("tandem serve ") and len(asks) == 2
     arguments = serve.replace("9100", str(port)).split()[2:]
     with running(tmp_path / "log", *arguments, "--kv-cache-memory", "64"):
