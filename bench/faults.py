@@ -1,203 +1,125 @@
-"""What faults cost the streams that run: `python -m bench.faults [--json FILE]`.
+"""What the loss of a worker costs those who read: `python -m bench.faults [--streams 16]`.
 
-A service of its own, in float64, and streams through Tandem's client; each fault happens in their midst. Told of each:
-when its clients could see it (health service tandem.Active), the longest pause of a stream, requests that were lost,
-tokens that differ from the undisturbed run's.
+Two workers and a scheduler on this machine, in processes of their own; streams run on both. One worker is told to
+stop, killed or stopped: how long until the scheduler says so, and the longest pause between two messages of a stream
+that met it.
 """
 
 import asyncio
-import json
 import signal
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
 from typing import Annotated
 
 import psutil
 import typer
-import uvloop
-from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
-from shared.errors import TandemError
-from shared.ports import find_free
-from shared.process import spawn, stop
+from shared.ports import address, find_free
 from shared.rpc import until_serving
-from tandem.async_client import AsyncClient
+from tandem import AsyncClient, WorkerLoad
 
-ROLES = {"rank": "worker_svc.main", "worker": "tandem worker", "core": "scheduler_svc.core_process"}
-"""What the command line of each process holds."""
-FAULTS = (
-    ("rank", signal.SIGKILL),
-    ("rank", signal.SIGSTOP),
-    ("worker", signal.SIGKILL),
-    ("core", signal.SIGKILL),
-    ("core", signal.SIGSTOP),
-)
-TOKENS_BEFORE = 10
-"""That each stream has when the fault happens."""
+HOST = "127.0.0.1"
+FAULTS = (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP)
+POLL_S = 0.01
+WARM_MESSAGES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One fault."""
+@contextmanager
+def service(model: str, step_timeout: float) -> Iterator[tuple[str, subprocess.Popen[bytes], str]]:
+    """The scheduler's endpoint, the worker that is to fail, and that one's endpoint."""
+    ports = [find_free(HOST) for _ in range(3)]
+    endpoint, *workers = [address(HOST, port) for port in ports]
+    started = [_start("worker", model, port, "--kv-cache-memory", "128") for port in ports[1:]]
+    options = ["--workers", ",".join(workers), "--step-timeout", str(step_timeout)]
+    started.append(_start("scheduler", model, ports[0], *options))
+    try:
+        asyncio.run(_until_ready(endpoint))
+        yield endpoint, started[0], workers[0]
+    finally:
+        family = [child for process in started for child in _family(process)]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family)
 
-    process: str
-    signal: str
-    streams: int
-    noticed_s: float
-    """When tandem.Active said NOT_SERVING."""
-    serving_s: float
-    """When it said SERVING again."""
-    longest_pause_s: float
-    requests_lost: int
-    tokens_wrong: int
+
+def _start(command: str, model: str, port: int, *options: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "tandem", command, "--model", model, "--port", str(port), *options]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-@dataclass(slots=True)
-class Stream:
-    """What one client got."""
+def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(process.pid)
+        return [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return []
 
-    token_ids: list[int] = field(default_factory=list)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has the tokens that a fault waits for."""
-    pause_s: float = 0.0
-    is_lost: bool = False
+
+async def _until_ready(endpoint: str) -> None:
+    await until_serving(endpoint, "tandem.Active")
+    async with AsyncClient(endpoint) as client:
+        await _until(client, lambda workers: all(worker.connected for worker in workers))
+
+
+async def measure(
+    endpoint: str, worker: subprocess.Popen[bytes], address: str, fault: int, streams: int
+) -> list[float]:
+    """Seconds until the fault was noticed; of the median pause before it; of the longest one that met it."""
+    async with AsyncClient(endpoint, connections=4) as client:
+        times: list[list[float]] = [[] for _ in range(streams)]
+        reading = [asyncio.create_task(_read(client, number, at)) for number, at in enumerate(times)]
+        await _until(client, lambda _: min(map(len, times)) >= WARM_MESSAGES)
+        began = time.perf_counter()
+        for process in _family(worker) if fault == signal.SIGSTOP else [psutil.Process(worker.pid)]:
+            process.send_signal(fault)
+        await _until(client, lambda workers: any(_is_leaving(worker, address) for worker in workers))
+        noticed = time.perf_counter()
+        await asyncio.gather(*reading)
+    pauses = [pair for at in times for pair in pairwise(at)]
+    usual = median(end - start for start, end in pauses if end < began)
+    return [noticed - began, usual, max(end - start for start, end in pauses if start < noticed and end > began)]
+
+
+async def _read(client: AsyncClient, number: int, at: list[float]) -> None:
+    stream = client.generate("It is a truth", max_tokens=400, ignore_eos=True, seed=number)
+    async for _ in stream:
+        at.append(time.perf_counter())
+
+
+def _is_leaving(worker: WorkerLoad, address: str) -> bool:
+    return worker.endpoint == address and (worker.draining or not worker.connected)
+
+
+async def _until(client: AsyncClient, condition: Callable[[tuple[WorkerLoad, ...]], bool]) -> None:
+    """Asks the scheduler until the condition holds of what it says of its workers."""
+    while True:
+        if condition((await client.load()).workers):
+            return
+        await asyncio.sleep(POLL_S)
 
 
 def main(
-    streams: Annotated[int, typer.Option(help="client streams")] = 16,
-    tokens: Annotated[int, typer.Option(help="output tokens of each")] = 200,
-    ranks: Annotated[int, typer.Option(help="ranks of the worker")] = 2,
-    step_timeout: Annotated[float, typer.Option(help="--step-timeout of the service, seconds")] = 10.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the points here")] = None,
+    model: Annotated[str, typer.Option(help="model folder, tiny or tiny-moe")] = "tiny",
+    streams: Annotated[int, typer.Option(help="streams that run meanwhile")] = 16,
+    step_timeout: Annotated[float, typer.Option(help="as of tandem scheduler")] = 2.0,
 ) -> None:
-    """Prints a table, a row for each fault."""
-    points = uvloop.run(measure(streams, tokens, ranks, step_timeout))
-    table = Table(title=f"Faults amid {streams} streams, --step-timeout {step_timeout:g}")
-    for name in Point.__dataclass_fields__:
-        table.add_column(name.replace("_", " "), justify="right")
-    for point in points:
-        table.add_row(*map(str, asdict(point).values()))
-    Console(width=130).print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(point) for point in points], indent=2) + "\n", encoding="utf-8")
-
-
-async def measure(streams: int, tokens: int, ranks: int, step_timeout: float) -> list[Point]:
-    """All faults, one after another, on one service."""
-    port = find_free("127.0.0.1")
-    endpoint = f"127.0.0.1:{port}"
-    options = {"dtype": "float64", "tensor-parallel": ranks, "kv-cache-memory": 64, "step-timeout": step_timeout}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    with tempfile.TemporaryDirectory() as scratch:
-        quiet = {"TMPDIR": scratch, "TANDEM_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-        service = spawn("tandem", ["serve", "--port", str(port), *arguments], quiet, quiet=True)
-        try:
-            await until_serving(endpoint, "tandem.Active")
-            async with AsyncClient(endpoint) as client:
-                expected = await _read_all(client, streams, tokens, _nothing)
-                return [
-                    await _fault(client, service.pid, endpoint, role, number, expected, tokens)
-                    for role, number in FAULTS
-                ]
-        finally:
-            await stop([service], 20.0)
-
-
-async def _fault(
-    client: AsyncClient,
-    parent: int,
-    endpoint: str,
-    role: str,
-    number: signal.Signals,
-    expected: list[Stream],
-    tokens: int,
-) -> Point:
-    victim = _process(parent, role)
-    seen = asyncio.create_task(_watch(endpoint))
-    happened: list[float] = []
-
-    def happen() -> None:
-        happened.append(time.monotonic())
-        victim.send_signal(number)
-
-    got = await _read_all(client, len(expected), tokens, happen)
-    await until_serving(endpoint, "tandem.Active")
-    noticed, serving = await seen
-    with suppress(psutil.NoSuchProcess):
-        victim.resume()
-    return Point(
-        process=role,
-        signal=number.name,
-        streams=len(got),
-        noticed_s=round(noticed - happened[0], 2),
-        serving_s=round(serving - happened[0], 2),
-        longest_pause_s=round(max(stream.pause_s for stream in got), 2),
-        requests_lost=sum(stream.is_lost for stream in got),
-        tokens_wrong=sum(
-            ours != theirs
-            for stream, other in zip(got, expected, strict=True)
-            for ours, theirs in zip(stream.token_ids, other.token_ids, strict=False)
-        ),
-    )
-
-
-def _nothing() -> None:
-    """No fault."""
-
-
-def _process(parent: int, role: str) -> psutil.Process:
-    """The last one started of its role: of ranks one that no call reaches."""
-    children = psutil.Process(parent).children(recursive=True)
-    found = [child for child in children if ROLES[role] in " ".join(child.cmdline())]
-    return max(found, key=lambda child: child.pid)
-
-
-async def _watch(endpoint: str) -> tuple[float, float]:
-    """When it ceased to serve and when it served again."""
-    ceased = None
-    async with aio.insecure_channel(endpoint) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        async for answer in stub.Watch(health_pb2.HealthCheckRequest(service="tandem.Active")):
-            is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-            if ceased is None and not is_serving:
-                ceased = time.monotonic()
-            elif ceased is not None and is_serving:
-                return ceased, time.monotonic()
-    sys.exit("the frontend ended")
-
-
-async def _read_all(client: AsyncClient, streams: int, tokens: int, fault: Callable[[], None]) -> list[Stream]:
-    """All streams, with the fault in their midst."""
-    got = [Stream() for _ in range(streams)]
-    reading = [asyncio.create_task(_read(client, number, tokens, stream)) for number, stream in enumerate(got)]
-    for stream in got:
-        await stream.begun.wait()
-    fault()
-    await asyncio.gather(*reading)
-    return got
-
-
-async def _read(client: AsyncClient, number: int, tokens: int, stream: Stream) -> None:
-    options = {"max_tokens": tokens, "seed": number, "temperature": number % 2, "ignore_eos": True}
-    previous = time.monotonic()
-    try:
-        async for delta in client.generate("It is a truth" + " and" * number, **options):  # type: ignore[arg-type]
-            now = time.monotonic()
-            stream.pause_s, previous = max(stream.pause_s, now - previous), now
-            stream.token_ids += delta.token_ids
-            if len(stream.token_ids) >= TOKENS_BEFORE:
-                stream.begun.set()
-    except TandemError:
-        stream.is_lost = True
-    stream.is_lost |= len(stream.token_ids) != tokens
+    """Prints a table."""
+    table = Table(title=f"{model}: {streams} streams on two workers, --step-timeout {step_timeout:g}")
+    table.add_column("fault of a worker")
+    for name in ("noticed in", "usual pause", "longest pause that met it"):
+        table.add_column(name, justify="right")
+    for fault in FAULTS:
+        with service(model, step_timeout) as (endpoint, worker, address):
+            seconds = asyncio.run(measure(endpoint, worker, address, fault, streams))
+        table.add_row(fault.name, *(f"{value * 1000:,.0f} ms" for value in seconds))
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":
