@@ -14,6 +14,7 @@ from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
 from scheduler_svc.monitor import Monitor
 from scheduler_svc.worker_client import WorkerLink
+from shared.dialer import Dialer
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
@@ -36,8 +37,9 @@ class Engine:
         self._served: WorkerDescription | None = None
         self._frontends = FrontendLinks(self)
         self._cache = CacheReporter(self._frontends.tell_cache)
+        dialer = Dialer(config.worker_security)
         self.links = [
-            WorkerLink(group, endpoint, self, instance=instance, step_timeout=config.step_timeout)
+            WorkerLink(group, endpoint, self, dialer, instance=instance, step_timeout=config.step_timeout)
             for group, endpoint in enumerate(config.workers)
         ]
         self._due: set[int] = set()

@@ -5,11 +5,14 @@ from shared.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     InvalidRequest,
+    PermissionDenied,
     QueueFull,
     RequestFailed,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
+from shared.security import ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.client import Client
 from tandem.streams import AsyncGenerationStream, GenerationStream
@@ -34,6 +37,7 @@ __all__ = [
     "AsyncGenerationStream",
     "ChatMessage",
     "Client",
+    "ClientSecurity",
     "Completion",
     "DeadlineExceeded",
     "Delta",
@@ -44,6 +48,7 @@ __all__ = [
     "InvalidRequest",
     "Load",
     "ModelInfo",
+    "PermissionDenied",
     "QueueFull",
     "RequestFailed",
     "RequestStats",
@@ -51,6 +56,7 @@ __all__ = [
     "Stats",
     "TandemError",
     "TokenLogprob",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "WorkerLoad",

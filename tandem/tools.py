@@ -6,12 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from shared.errors import StartupError, TandemError
+from shared.security import ClientSecurity
 from tandem import top
 from tandem.batch import command as batch
 from tandem.bench import command as bench
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.help import USE, Command, examples
-from tandem.options import parameters, with_parameters
+from tandem.options import parameters, taken, with_parameters
 from tandem.talk import connected
 
 Endpoint = Annotated[
@@ -22,11 +23,15 @@ Endpoint = Annotated[
     ),
 ]
 
+SECURITY = parameters(ClientSecurity, environment="TANDEM_", heading="TLS and token")
+"""Options of every command that calls a service."""
+
 
 def _top(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     interval: Annotated[float, typer.Option(help="Seconds between two looks, 0.1 to 60.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Prints one frame and ends: for scripts.")] = False,
+    **options: Any,
 ) -> None:
     """Shows a running service live: throughput, latencies, K/V memory, queue, workers, latest requests.
 
@@ -34,7 +39,7 @@ def _top(
     """
     if not 0.1 <= interval <= 60:
         raise StartupError(f"--interval {interval:g}: 0.1 to 60 is needed")
-    with connected(endpoint) as client:
+    with connected(endpoint, taken(options, ClientSecurity)) as client:
         top.run(client, endpoint, interval, once=once)
 
 
@@ -52,11 +57,11 @@ def _bench(
     Every point is a table row: tokens a second, time to the first token, gaps between messages, and goodput, the
     requests a second that kept both goals.
     """
-    config = bench.BenchConfig(**options)
+    security, config = taken(options, ClientSecurity), bench.BenchConfig(**options)
     if not all(rate > 0 for rate in request_rate):
         raise StartupError("--request-rate: above 0 is needed")
-    with connected(endpoint):
-        bench.run(endpoint, config, request_rate, json, plot)
+    with connected(endpoint, security):
+        bench.run(endpoint, config, request_rate, json, plot, security)
 
 
 def _batch(
@@ -71,9 +76,9 @@ def _batch(
     OUTPUT are in the order in which they were done. Whatever kills the command, nothing is lost and nothing doubled.
     Ends with status 1 if a request failed.
     """
-    config = batch.BatchConfig(**options)
-    with connected(endpoint):
-        problem = batch.run(endpoint, source, target, config)
+    security, config = taken(options, ClientSecurity), batch.BatchConfig(**options)
+    with connected(endpoint, security):
+        problem = batch.run(endpoint, source, target, config, security)
     if problem is not None:
         raise TandemError(problem)
 
@@ -81,15 +86,15 @@ def _batch(
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     top_examples = examples("tandem top --interval 0.5", "tandem top --once")
-    app.command("top", cls=Command, rich_help_panel=USE, epilog=top_examples)(_top)
+    app.command("top", cls=Command, rich_help_panel=USE, epilog=top_examples)(with_parameters(_top, SECURITY))
     bench_examples = examples(
         "tandem bench --num-prompts 200 --max-concurrency 32",
         "tandem bench --request-rate 2 --request-rate 8 --json points.json --plot points.png",
     )
     app.command("bench", cls=Command, rich_help_panel=USE, epilog=bench_examples)(
-        with_parameters(_bench, parameters(bench.BenchConfig))
+        with_parameters(_bench, [*parameters(bench.BenchConfig), *SECURITY])
     )
     batch_examples = examples("tandem batch requests.jsonl results.jsonl")
     app.command("batch", cls=Command, rich_help_panel=USE, epilog=batch_examples)(
-        with_parameters(_batch, parameters(batch.BatchConfig))
+        with_parameters(_batch, [*parameters(batch.BatchConfig), *SECURITY])
     )
