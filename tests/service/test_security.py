@@ -192,7 +192,8 @@ def test_a_tenant_reaches_only_its_own_requests_and_no_call_of_the_operator(secu
     with secured.client("red") as red, secured.client("blue") as blue, secured.client() as operator:
         options: dict[str, Any] = {"request_id": "one", "max_tokens": 4000, "ignore_eos": True}
         with red.generate(PROMPT, **options) as stream, blue.generate(PROMPT, **options) as other:
-            assert next(iter(stream)).token_ids and next(iter(other)).token_ids
+            reds, blues = iter(stream), iter(other)
+            assert next(reds).token_ids and next(blues).token_ids
             assert blue.abort("one") and not blue.abort("one")
             assert red.abort("one")
         for tenant in (red, blue):
