@@ -109,9 +109,9 @@ def _judge_operator(operator: str, left: Any, right: Any) -> None:
         bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * max(right, 0)}
         if bits.get(operator, 0) > MOST_BITS:
             raise jinja2.TemplateRuntimeError("it computes too large a number")
-    elif operator == "*":
+    elif operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
         size, times = (len(left), right) if isinstance(left, Sized) else (len(right), left)
-        budget.get().afford(size * max(int(times), 0))
+        budget.get().afford(size * max(times, 0))
     elif operator == "%" and isinstance(left, str) and _WIDE_PERCENT.search(left):
         raise jinja2.TemplateRuntimeError(_TOO_WIDE)
 

@@ -117,6 +117,7 @@ def test_what_no_prompt_needs_is_not_there(name: str) -> None:
         ("{{ [1, 2]|join(', ') }}{{ 'a,b'.split(',') | join('|') }}{{ '-'.join(['a', 'b']) }}", "1, 2a|ba-b"),
         ("{{ 'aXb'|replace('X', '-') }}{{ 'aXb'.replace('X', '-', 1) }}", "a-ba-b"),
         ("{{ 'a\nb'|indent(2) }}{{ {'a': [1]}|tojson(indent=2) }}", 'a\n  b{\n  "a": [\n    1\n  ]\n}'),
+        ("{{ 1.5 * 2 }}{{ 3 * 'a' }}{{ 2 ** 0.5 > 1 }}{{ 2 * 3 + 1 }}{{ -1 * 'a' }}", "3.0aaaTrue7"),
         ("{{ 2 ** 10 }}{{ 7 % 3 }}{{ [1] + [2] }}{{ 'ab' * 2 }}{{ 'x'|default(20240131) }}", "10241[1, 2]ababx"),
         ("{{ messages|map(attribute='role')|list }}{{ messages|length }}", "['user']1"),
     ],

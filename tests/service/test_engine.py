@@ -17,6 +17,7 @@ from shared.pb import core_pb2
 from shared.ports import find_free
 from shared.types import StepPlan, StepResult, WorkerDescription
 from tandem.models import model_folder
+from tests.patience import PATIENCE_S
 
 
 class Peer:
@@ -79,9 +80,9 @@ def test_requests_end_where_no_worker_ever_comes(tmp_path: Path) -> None:
         async with served(tmp_path, worker_loss_timeout=2.0, step_timeout=1.0) as (engine, peer, _):
             assert (await peer.receive("state")).state.progressing, "nothing is there to do"
             peer.submit(1, bytes(8))
-            while (await asyncio.wait_for(peer.receive("state"), 5)).state.progressing:
+            while (await asyncio.wait_for(peer.receive("state"), PATIENCE_S)).state.progressing:
                 pass  # until it has waited for longer than the step timeout
-            ended = await asyncio.wait_for(peer.end(), 5)
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
             assert (ended.handle, ended.failure.code) == (1, grpc.StatusCode.UNAVAILABLE.value[0])
             assert engine.held == 0
 
@@ -93,7 +94,7 @@ def test_requests_before_the_first_worker_are_bounded_too(tmp_path: Path) -> Non
         async with served(tmp_path, max_queue=2) as (engine, peer, _):
             for handle in (1, 2, 3):
                 peer.submit(handle, bytes(8))
-            ended = await asyncio.wait_for(peer.end(), 5)
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
             assert (ended.handle, ended.failure.code) == (3, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
             assert engine.held == 4, "two requests, each in two maps"
 
@@ -131,7 +132,7 @@ class Wire:
     async def planned(self, rows: int) -> None:
         """Waits for the next plan, which must have so many rows."""
         self._expected += 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.plans) < self._expected:
                 await asyncio.sleep(0.001)
         assert [len(plan.rows) for plan in self.plans[self._expected - 1 :]] == [rows]
@@ -169,10 +170,10 @@ def test_a_malformed_submit_fails_alone(tmp_path: Path) -> None:
         async with served(tmp_path) as (engine, peer, _):
             peer.submit(1, bytes(8))
             peer.submit(2, b"odd")
-            ended = await asyncio.wait_for(peer.end(), 5)
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
             assert (ended.handle, ended.failure.code) == (2, grpc.StatusCode.INTERNAL.value[0])
             peer.abort("request-1")
-            assert (await asyncio.wait_for(peer.end(), 5)).handle == 1, "the connection goes on"
+            assert (await asyncio.wait_for(peer.end(), PATIENCE_S)).handle == 1, "the connection goes on"
             assert engine.held == 0
 
     asyncio.run(scenario())
@@ -188,6 +189,6 @@ def test_a_bug_ends_the_process_instead_of_leaving_it_deaf(tmp_path: Path, verb:
             else:
                 peer.abort("nobody")
             with pytest.raises(ZeroDivisionError):
-                await asyncio.wait_for(running, 5)
+                await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(scenario())

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from grpc import StatusCode
 
+from tests.patience import PATIENCE_S
 from tests.worker.worker_harness import Stream, Worker, run, until
 
 
@@ -69,7 +70,7 @@ def test_a_lost_scheduler_frees_the_lease_while_its_step_runs() -> None:
             await lost.send()
         await until(lambda: (1, 1) in worker.group.commands)
         lost.call.cancel()
-        await asyncio.wait_for(worker.server.released(), 5)
+        await asyncio.wait_for(worker.server.released(), PATIENCE_S)
         other = Stream(worker, instance=8)
         await other.send()
         worker.group.gate.set()

@@ -12,6 +12,7 @@ from shared.model_config import load_model_config
 from shared.pb import worker_pb2
 from shared.types import StepPlan
 from shared.wire import description_from_pb, plan_to_pb
+from tests.patience import PATIENCE_S
 from tests.worker.model_folder import write_model
 from tests.worker.planner import Planner, make_runner
 from tests.worker.worker_harness import DECODE, FIRST, PROMPT, Stream, Worker, run, until
@@ -159,7 +160,7 @@ def test_a_group_that_opens_no_epoch_any_more_ends_its_process() -> None:
             code, details = await again.ended()
             assert code is StatusCode.INTERNAL and "an illegal address" in details
         with pytest.raises(RuntimeError, match="an illegal address"):
-            await asyncio.wait_for(ending, 5)
+            await asyncio.wait_for(ending, PATIENCE_S)
 
     run(test)
 
