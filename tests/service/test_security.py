@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.security.authority import Authority
 
 PROMPT = "Xyzzy and plugh are words that no other test has, and this is long enough for some blocks of sixteen tokens"
 BLOCK_SIZE = 16
+PORTS = ("worker", "scheduler", "health", "worker metrics", "scheduler metrics")
 SAMPLED: dict[str, Any] = {"max_tokens": 120, "temperature": 1.0, "ignore_eos": True}
 
 
@@ -38,7 +40,7 @@ class Secured:
         for name, token in self.tokens.items():
             (folder / f"{name}.token").write_text(f"{token}\n")
         self.allow("operator", "red", "blue")
-        self.ports = {name: find_free("127.0.0.1") for name in ("worker", "scheduler", "health")}
+        self.ports = {name: find_free("127.0.0.1") for name in PORTS}
         self.endpoint = f"127.0.0.1:{self.ports['scheduler']}"
         self.log = folder / "log"
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -58,6 +60,7 @@ class Secured:
         """Returns when it is ready."""
         own = ["--model", "tiny", "--port", str(self.ports[name]), "--tls-client-ca", f"{self.folder}/outer.pem"]
         own += ["--tls-cert", f"{self.folder}/{name}.pem", "--tls-key", f"{self.folder}/{name}.key"]
+        own += ["--metrics-port", str(self.ports[f"{name} metrics"])]
         environment = {**os.environ, "TANDEM_LOG_LEVEL": "DEBUG", "TMPDIR": str(self.folder)}
         with self.log.open("a") as log:
             process = self.processes[name] = subprocess.Popen(
@@ -266,10 +269,13 @@ def test_processes_tell_nothing_of_secrets_and_let_no_other_user_in(secured: Sec
         for process in (psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True))
     ]
     seen = secured.log.read_text() + "".join(str((child.cmdline(), child.environ())) for child in children)
+    for name in ("worker", "scheduler"):
+        url = f"http://127.0.0.1:{secured.ports[f'{name} metrics']}/metrics"
+        seen += urllib.request.urlopen(url, timeout=PATIENCE_S).read().decode()
     keys = [file.read_text().splitlines()[1] for file in secured.folder.glob("*.key")]
     for secret in (*secured.tokens.values(), *keys, "Xyzzy", "plugh", "Once upon"):
         assert secret not in seen
-    assert '"request"' in seen, "requests are logged"
+    assert '"request"' in seen and "tandem_" in seen, "requests are logged and counted"
     private = list(secured.folder.glob("tandem-*/core.sock"))
     assert private
     for socket in private:
