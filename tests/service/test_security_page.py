@@ -1,4 +1,5 @@
-"""The example of docs/security.md, from the authority to the first answer, as it stands but for its ports."""
+"""The example of docs/security.md, from the authority to the first answer, as it stands but for its ports; and the same
+in one command."""
 
 import os
 import shlex
@@ -7,8 +8,12 @@ import sys
 from pathlib import Path
 
 from shared.ports import find_free
+from shared.security import ClientSecurity
+from tandem import Client
 from tests.patience import PATIENCE_S
+from tests.security.authority import Authority
 from tests.service.test_docs import DOCS, ROOT, blocks
+from tests.service.tandem_process import running
 
 PORTS = ("50051", "50052")
 
@@ -58,3 +63,17 @@ def test_the_page_leads_to_a_secured_service(tmp_path: Path) -> None:
         for process in reversed(started):
             process.terminate()
             process.wait(timeout=PATIENCE_S)
+
+
+def test_one_command_serves_in_tls_too(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = authority.sign("server")
+    (tmp_path / "token").write_text("a-token-of-tests")
+    mutual = ["--tls-cert", str(certificate), "--tls-key", str(key), "--tls-client-ca", str(authority.file)]
+    with running(
+        tmp_path / "log", *mutual, "--token-file", str(tmp_path / "token"), "--kv-cache-memory", "64"
+    ) as served:
+        own = dict(zip(("tls_cert", "tls_key"), authority.sign("client", "client.example"), strict=True))
+        security = ClientSecurity(tls_ca=authority.file, token_file=tmp_path / "token", **own)
+        with Client(served.endpoint, security=security) as client:
+            assert client.complete("Once", max_tokens=2).text
