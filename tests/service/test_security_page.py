@@ -12,8 +12,8 @@ from shared.security import ClientSecurity
 from tandem import Client
 from tests.patience import PATIENCE_S
 from tests.security.authority import Authority
-from tests.service.test_docs import DOCS, ROOT, blocks
 from tests.service.tandem_process import running
+from tests.service.test_docs import DOCS, ROOT, blocks
 
 PORTS = ("50051", "50052")
 
