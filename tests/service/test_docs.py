@@ -122,6 +122,7 @@ def sections(page: str) -> dict[str, str]:
         ("serve.md", "serve", "serve"),
         ("serve.md", "scheduler", "scheduler"),
         ("serve.md", "worker", "worker"),
+        ("serve.md", "drain", "drain"),
         ("measure.md", "top", "top"),
         ("measure.md", "bench", "bench"),
         ("batch.md", None, "batch"),
@@ -146,7 +147,7 @@ def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name
     assert not rows, "flags that do not exist"
 
 
-@pytest.mark.parametrize("name", ["serve", "scheduler", "worker", "generate", "chat", "top", "bench", "batch"])
+@pytest.mark.parametrize("name", ["serve", "scheduler", "worker", "generate", "chat", "top", "bench", "batch", "drain"])
 def test_flags_of_security_have_their_rows_and_no_defaults(name: str) -> None:
     rows = re.findall(r"^\| (`--.*?`) \| unset \|", (DOCS / "security.md").read_text(), re.MULTILINE)
     told = set(re.findall(r"--[\w-]+", " ".join(rows)))

@@ -46,9 +46,9 @@ class Secured:
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def sign(self) -> None:
-        """Certificates for everybody. The scheduler's is seen by clients and by the worker."""
+        """Certificates for everybody. The scheduler's is seen by clients and by the worker, whose own is for its name."""
         self.outer.sign("scheduler")
-        self.inner.sign("worker")
+        self.inner.sign("worker", "localhost")
         self.outer.sign("client", "client.example")
 
     def allow(self, *names: str) -> None:
@@ -77,7 +77,7 @@ class Secured:
         self.start("worker", *sizes, "--token-file", f"{self.folder}/worker.token")
 
     def start_scheduler(self) -> None:
-        dialing = ["--workers", f"127.0.0.1:{self.ports['worker']}", "--tls-ca", f"{self.folder}/inner.pem"]
+        dialing = ["--workers", f"dns:///localhost:{self.ports['worker']}", "--tls-ca", f"{self.folder}/inner.pem"]
         dialing += ["--worker-token-file", f"{self.folder}/worker.token"]
         limits = ["--token-file", f"{self.folder}/tokens", "--health-port", str(self.ports["health"])]
         self.start("scheduler", *dialing, *limits, "--frontends", "2")
@@ -280,3 +280,14 @@ def test_processes_tell_nothing_of_secrets_and_let_no_other_user_in(secured: Sec
     assert private
     for socket in private:
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+
+
+def test_a_worker_is_drained_only_by_who_may_call_it(secured: Secured) -> None:
+    """The last test: the worker gets nothing any more."""
+    command = [sys.executable, "-m", "tandem", "drain", f"localhost:{secured.ports['worker']}"]
+    command += ["--tls-ca", f"{secured.folder}/inner.pem"]
+    shown = ["--tls-cert", f"{secured.folder}/scheduler.pem", "--tls-key", f"{secured.folder}/scheduler.key"]
+    token = ["--token-file", f"{secured.folder}/worker.token"]
+    for flags, problem in ((token, "--tls-cert"), (shown, "a token is needed"), ([*shown, *token], "")):
+        result = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=PATIENCE_S)
+        assert (result.returncode == 0) == (not problem) and problem in result.stderr, result.stderr

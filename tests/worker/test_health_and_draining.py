@@ -48,6 +48,28 @@ def test_draining() -> None:
     run(test)
 
 
+def test_a_drained_worker_stays_and_is_held_by_nobody() -> None:
+    """The call returns when the scheduler has let go; told to stop afterwards, the worker has nothing to wait for."""
+
+    async def test(worker: Worker) -> None:
+        stream = Stream(worker)
+        await stream.send()
+        await stream.read()
+        assert not (await worker.stub.Describe(worker_pb2.DescribeRequest())).draining
+        call = asyncio.ensure_future(worker.stub.Drain(worker_pb2.DrainRequest()))
+        await until_async(lambda: worker.health("readiness"), "NOT_SERVING")
+        await stream.send()
+        assert (await stream.read()).draining
+        assert not call.done()
+        await stream.call.done_writing()
+        await asyncio.wait_for(call, PATIENCE_S)
+        assert (await worker.stub.Describe(worker_pb2.DescribeRequest())).draining
+        await worker.stub.Drain(worker_pb2.DrainRequest())
+        await asyncio.wait_for(worker.server.drain(), PATIENCE_S)
+
+    run(test)
+
+
 def test_draining_ends_with_the_grace_period() -> None:
     async def test(worker: Worker) -> None:
         stream = Stream(worker)

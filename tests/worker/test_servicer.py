@@ -174,11 +174,11 @@ def test_a_step_begins_while_those_before_it_run() -> None:
         for _ in range(3):
             await stream.send()
         await until(lambda: worker.group.commands == ["open", (1, 1), (1, 2), (1, 3)])
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.5)
         worker.group.results.set()
         assert [(await stream.read()).step_id for _ in range(3)] == [1, 2, 3]
 
-    run(test, lease_timeout=0.4)
+    run(test, lease_timeout=1.0)
 
 
 def test_many_plans_ahead_and_a_closed_side() -> None:
