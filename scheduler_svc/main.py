@@ -72,7 +72,7 @@ def _check_security(config: SchedulerConfig) -> None:
     Dialer(config.worker_security)
     if config.token_file is not None:
         Tokens(config.token_file)
-        if credentials is None and config.host != LOOPBACK:
+        if credentials is None and config.host not in (LOOPBACK, "::1", "localhost"):
             _log.warning("tokens cross the network in plain text: give --tls-cert and --tls-key", host=config.host)
 
 

@@ -145,7 +145,7 @@ app.command(
 )(
     with_parameters(
         _openai,
-        [*parameters(gateway.GatewayConfig), *parameters(serving.ServeConfig, without=gateway.PLAIN), *HANDED_ON],
+        [*parameters(gateway.GatewayConfig), *parameters(serving.ServeConfig, without=gateway.NOT_OFFERED), *HANDED_ON],
     )
 )
 app.command(

@@ -20,8 +20,8 @@ from tandem.serve import ServeConfig, Service
 
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 2.0
-PLAIN = ("health_port", "tls_cert", "tls_key", "tls_client_ca", "token_file")
-"""Of ServeConfig: what this command has not. Gateway and scheduler talk in plain text, within this machine."""
+NOT_OFFERED = ("health_port", "tls_cert", "tls_key", "tls_client_ca", "token_file")
+"""Flags of `tandem serve` that this command has not: the gateway talks to engines in plain text, and shows no token."""
 GATEWAY_GRACE_S = 1.0
 """Of itself it would wait for some seconds for others to notice that it goes."""
 

@@ -25,7 +25,7 @@ from tests.security.authority import Authority
 
 PROMPT = "Xyzzy and plugh are words that no other test has, and this is long enough for some blocks of sixteen tokens"
 BLOCK_SIZE = 16
-PORTS = ("worker", "scheduler", "health", "worker metrics", "scheduler metrics")
+PORTS = ("worker", "scheduler", "health", "worker health", "worker metrics", "scheduler metrics")
 SAMPLED: dict[str, Any] = {"max_tokens": 120, "temperature": 1.0, "ignore_eos": True}
 
 
@@ -46,7 +46,7 @@ class Secured:
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def sign(self) -> None:
-        """Certificates for everybody. The scheduler's is seen by clients and by the worker, whose own is for its name."""
+        """Certificates for everybody. The scheduler's is seen by clients and by the worker; the worker's has a name."""
         self.outer.sign("scheduler")
         self.inner.sign("worker", "localhost")
         self.outer.sign("client", "client.example")
@@ -74,7 +74,8 @@ class Secured:
 
     def start_worker(self) -> None:
         sizes = ["--dtype", "float64", "--kv-cache-memory", "64", "--block-size", str(BLOCK_SIZE)]
-        self.start("worker", *sizes, "--token-file", f"{self.folder}/worker.token")
+        probed = ["--health-port", str(self.ports["worker health"])]
+        self.start("worker", *sizes, *probed, "--token-file", f"{self.folder}/worker.token")
 
     def start_scheduler(self) -> None:
         dialing = ["--workers", f"dns:///localhost:{self.ports['worker']}", "--tls-ca", f"{self.folder}/inner.pem"]
@@ -232,6 +233,15 @@ def test_a_token_that_is_taken_off_the_list_ends_with_the_next_call(secured: Sec
         assert blue.load()
         secured.allow("operator", "red", "blue")
         assert red.load()
+
+
+def test_probes_reach_both_processes_in_plain_text(secured: Secured) -> None:
+    async def scenario() -> None:
+        for name in ("worker health", "health"):
+            for service in ("liveness", "readiness"):
+                await asyncio.wait_for(until_serving(f"127.0.0.1:{secured.ports[name]}", service), PATIENCE_S)
+
+    asyncio.run(scenario())
 
 
 def test_every_command_takes_the_same_flags_and_variables(secured: Secured, tmp_path: Path) -> None:
