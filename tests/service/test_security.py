@@ -272,7 +272,7 @@ def test_every_command_takes_the_same_flags_and_variables(secured: Secured, tmp_
 def test_processes_tell_nothing_of_secrets_and_let_no_other_user_in(secured: Secured) -> None:
     """At the log level DEBUG; also where any user of the machine can look: command lines, sockets, files."""
     with secured.client() as client:
-        client.complete(PROMPT, max_tokens=1)
+        answer = client.complete(PROMPT, max_tokens=60, ignore_eos=True).text
     children = [
         process
         for parent in secured.processes.values()
@@ -283,7 +283,7 @@ def test_processes_tell_nothing_of_secrets_and_let_no_other_user_in(secured: Sec
         url = f"http://127.0.0.1:{secured.ports[f'{name} metrics']}/metrics"
         seen += urllib.request.urlopen(url, timeout=PATIENCE_S).read().decode()
     keys = [file.read_text().splitlines()[1] for file in secured.folder.glob("*.key")]
-    for secret in (*secured.tokens.values(), *keys, "Xyzzy", "plugh", "Once upon"):
+    for secret in (*secured.tokens.values(), *keys, "Xyzzy", "plugh", "Once upon", answer, repr(answer)[1:-1]):
         assert secret not in seen
     assert '"request"' in seen and "tandem_" in seen, "requests are logged and counted"
     private = list(secured.folder.glob("tandem-*/core.sock"))
