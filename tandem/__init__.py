@@ -14,6 +14,7 @@ from shared.errors import (
 )
 from shared.security import ClientSecurity
 from tandem.async_client import AsyncClient
+from tandem.chat_output import ChatOutput, ToolCall, parse_chat_output
 from tandem.client import Client
 from tandem.streams import AsyncGenerationStream, GenerationStream
 from tandem.token_values import EchoedPrompt, TokenLogprob
@@ -36,6 +37,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
     "ChatMessage",
+    "ChatOutput",
     "Client",
     "ClientSecurity",
     "Completion",
@@ -56,8 +58,10 @@ __all__ = [
     "Stats",
     "TandemError",
     "TokenLogprob",
+    "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "Usage",
     "WorkerLoad",
+    "parse_chat_output",
 ]

@@ -1,4 +1,5 @@
-"""The commands `tandem top`, `bench`, `batch` and `drain`: for a service that runs. Parses; the work is elsewhere."""
+"""The commands `tandem top`, `bench`, `batch` and `drain`: for a service that runs. Parses; the work is elsewhere, and
+imported where it begins."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,14 +8,12 @@ import typer
 
 from shared.errors import StartupError, TandemError
 from shared.security import ClientSecurity
-from tandem import top
-from tandem.batch import command as batch
-from tandem.bench import command as bench
+from tandem.batch.config import BatchConfig
+from tandem.bench.config import BenchConfig
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.drain import drain
 from tandem.help import RUN, USE, Command, examples
 from tandem.options import parameters, taken, with_parameters
-from tandem.talk import connected
 
 Endpoint = Annotated[
     str,
@@ -38,10 +37,13 @@ def _top(
 
     Rates are those since the frame before, latencies those of the latest 256 requests. Ctrl-C ends it.
     """
+    from tandem.talk import connected
+    from tandem.top import run
+
     if not 0.1 <= interval <= 60:
         raise StartupError(f"--interval {interval:g}: 0.1 to 60 is needed")
     with connected(endpoint, taken(options, ClientSecurity)) as client:
-        top.run(client, endpoint, interval, once=once)
+        run(client, endpoint, interval, once=once)
 
 
 def _bench(
@@ -58,11 +60,14 @@ def _bench(
     Every point is a table row: tokens a second, time to the first token, gaps between messages, and goodput, the
     requests a second that kept both goals.
     """
-    security, config = taken(options, ClientSecurity), bench.BenchConfig(**options)
+    from tandem.bench.command import run
+    from tandem.talk import connected
+
+    security, config = taken(options, ClientSecurity), BenchConfig(**options)
     if not all(rate > 0 for rate in request_rate):
         raise StartupError("--request-rate: above 0 is needed")
     with connected(endpoint, security):
-        bench.run(endpoint, config, request_rate, json, plot, security)
+        run(endpoint, config, request_rate, json, plot, security)
 
 
 def _batch(
@@ -77,9 +82,12 @@ def _batch(
     OUTPUT are in the order in which they were done. Whatever kills the command, nothing is lost and nothing doubled.
     Ends with status 1 if a request failed.
     """
-    security, config = taken(options, ClientSecurity), batch.BatchConfig(**options)
+    from tandem.batch.command import run
+    from tandem.talk import connected
+
+    security, config = taken(options, ClientSecurity), BatchConfig(**options)
     with connected(endpoint, security):
-        problem = batch.run(endpoint, source, target, config, security)
+        problem = run(endpoint, source, target, config, security)
     if problem is not None:
         raise TandemError(problem)
 
@@ -108,11 +116,11 @@ def register(app: typer.Typer) -> None:
         "tandem bench --request-rate 2 --request-rate 8 --json points.json --plot points.png",
     )
     app.command("bench", cls=Command, rich_help_panel=USE, epilog=bench_examples)(
-        with_parameters(_bench, [*parameters(bench.BenchConfig), *SECURITY])
+        with_parameters(_bench, [*parameters(BenchConfig), *SECURITY])
     )
     batch_examples = examples("tandem batch requests.jsonl results.jsonl")
     app.command("batch", cls=Command, rich_help_panel=USE, epilog=batch_examples)(
-        with_parameters(_batch, [*parameters(batch.BatchConfig), *SECURITY])
+        with_parameters(_batch, [*parameters(BatchConfig), *SECURITY])
     )
     drain_examples = examples("tandem drain 10.0.0.2:50052")
     app.command("drain", cls=Command, rich_help_panel=RUN, epilog=drain_examples)(with_parameters(_drain, SECURITY))
