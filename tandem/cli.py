@@ -1,6 +1,7 @@
 """The command `tandem`: parses, wires, and turns errors into one line. The work is elsewhere.
 
-Imports no torch: only the ranks of a worker do.
+Imports no torch: only the ranks of a worker do. What one command alone needs is imported where it begins: every
+process of a service starts here.
 """
 
 import asyncio
@@ -11,13 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from scheduler_svc import main as scheduler_main
 from scheduler_svc.config import SchedulerConfig
 from shared.errors import StartupError, TandemError
 from shared.model_config import load_model_config
 from shared.process import STARTUP_FAILED, die_with_parent
 from shared.telemetry import configure_logging
-from tandem import gateway, talk
+from tandem import gateway
 from tandem import serve as serving
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.help import RUN, USE, Command, Commands, examples
@@ -25,7 +25,6 @@ from tandem.models import BUILT_IN, built_in_name, model_folder
 from tandem.options import given_options, parameters, request_parameters, settings_from, with_parameters
 from tandem.requests import GenerateOptions
 from tandem.tools import Endpoint, register
-from worker_svc import main as worker_main
 from worker_svc.config import WorkerConfig
 
 app = typer.Typer(
@@ -112,18 +111,21 @@ def _arguments(given: dict[str, Any]) -> list[str]:
 
 def _scheduler(**options: Any) -> None:
     """Runs a scheduler for workers that run elsewhere. Needs no GPU and no torch."""
+    from scheduler_svc.main import run
+
     configure_logging("scheduler")
     options["model_name"] = options["model_name"] or built_in_name(options["model"])
     options["model"] = model_folder(options["model"])
-    raise typer.Exit(asyncio.run(scheduler_main.run(settings_from(SchedulerConfig, options))))
+    raise typer.Exit(asyncio.run(run(settings_from(SchedulerConfig, options))))
 
 
 def _worker(**options: Any) -> None:
     """Runs one worker group: all ranks of one replica of the model on this machine."""
+    from worker_svc.main import run
+
     configure_logging("worker")
     options["model"] = str(model_folder(options["model"]))
-    config = settings_from(WorkerConfig, options)
-    raise typer.Exit(worker_main.run(config))
+    raise typer.Exit(run(settings_from(WorkerConfig, options)))
 
 
 SERVE_SETS = ("model", "workers", "host", "port", "metrics_port", "drain_timeout")
@@ -179,6 +181,8 @@ def _generate(
     **options: Any,
 ) -> None:
     """Streams the continuation of a prompt."""
+    from tandem import talk
+
     prompt = sys.stdin.read() if text == "-" else text
     options |= {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
     talk.generate(endpoint, prompt, as_json=json, **given_options(options))
@@ -194,6 +198,8 @@ def _chat(
     **options: Any,
 ) -> None:
     """Talks with the model, turn by turn. Ends with Ctrl-D."""
+    from tandem import talk
+
     talk.chat(endpoint, system=system, **given_options(options))
 
 
@@ -222,7 +228,10 @@ def main() -> int:
     except UnicodeError as error:
         print(f"tandem: text that is not UTF-8, or that this terminal can't show: {error}", file=sys.stderr)
         return 1
-    except (TandemError, OSError) as error:  # OSError: no folder for temporary files, no room for the output
+    except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a file that is not there, no folder for temporary files, no room for the output
+        print(f"tandem: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
         return 1
     return 0

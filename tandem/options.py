@@ -5,7 +5,7 @@ So a flag is defined once, where it is used.
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -107,8 +107,8 @@ def _option_type(hint: Any) -> Any:
 
 def _field_docstrings(settings: type[Any]) -> dict[str, str]:
     """The string literal after each field: what a reader of the class sees, a caller of --help sees too."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
-    assert isinstance(definition, ast.ClassDef), "settings are classes"
+    module = ast.parse(inspect.getsource(sys.modules[settings.__module__]))
+    (definition,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == settings.__name__)
     found = {}
     for field, after in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):

@@ -1,4 +1,5 @@
-"""The commands `tandem top`, `bench`, `batch` and `drain`: for a service that runs. Parses; the work is elsewhere."""
+"""The commands `tandem top`, `bench`, `batch` and `drain`: for a service that runs. Parses; the work is elsewhere, and
+imported where it begins."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,14 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from shared.errors import StartupError, TandemError
-from tandem import top
-from tandem.batch import command as batch
-from tandem.bench import command as bench
+from tandem.batch.config import BatchConfig
+from tandem.bench.config import BenchConfig
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.drain import drain
 from tandem.help import RUN, USE, Command, examples
 from tandem.options import parameters, with_parameters
-from tandem.talk import connected
 
 Endpoint = Annotated[
     str,
@@ -33,10 +32,13 @@ def _top(
 
     Rates are those since the frame before, latencies those of the latest 256 requests. Ctrl-C ends it.
     """
+    from tandem.talk import connected
+    from tandem.top import run
+
     if not 0.1 <= interval <= 60:
         raise StartupError(f"--interval {interval:g}: 0.1 to 60 is needed")
     with connected(endpoint) as client:
-        top.run(client, endpoint, interval, once=once)
+        run(client, endpoint, interval, once=once)
 
 
 def _bench(
@@ -53,11 +55,14 @@ def _bench(
     Every point is a table row: tokens a second, time to the first token, gaps between messages, and goodput, the
     requests a second that kept both goals.
     """
-    config = bench.BenchConfig(**options)
+    from tandem.bench.command import run
+    from tandem.talk import connected
+
+    config = BenchConfig(**options)
     if not all(rate > 0 for rate in request_rate):
         raise StartupError("--request-rate: above 0 is needed")
     with connected(endpoint):
-        bench.run(endpoint, config, request_rate, json, plot)
+        run(endpoint, config, request_rate, json, plot)
 
 
 def _batch(
@@ -72,9 +77,12 @@ def _batch(
     OUTPUT are in the order in which they were done. Whatever kills the command, nothing is lost and nothing doubled.
     Ends with status 1 if a request failed.
     """
-    config = batch.BatchConfig(**options)
+    from tandem.batch.command import run
+    from tandem.talk import connected
+
+    config = BatchConfig(**options)
     with connected(endpoint):
-        problem = batch.run(endpoint, source, target, config)
+        problem = run(endpoint, source, target, config)
     if problem is not None:
         raise TandemError(problem)
 
@@ -102,11 +110,11 @@ def register(app: typer.Typer) -> None:
         "tandem bench --request-rate 2 --request-rate 8 --json points.json --plot points.png",
     )
     app.command("bench", cls=Command, rich_help_panel=USE, epilog=bench_examples)(
-        with_parameters(_bench, parameters(bench.BenchConfig))
+        with_parameters(_bench, parameters(BenchConfig))
     )
     batch_examples = examples("tandem batch requests.jsonl results.jsonl")
     app.command("batch", cls=Command, rich_help_panel=USE, epilog=batch_examples)(
-        with_parameters(_batch, parameters(batch.BatchConfig))
+        with_parameters(_batch, parameters(BatchConfig))
     )
     drain_examples = examples("tandem drain 10.0.0.2:50052")
     app.command("drain", cls=Command, rich_help_panel=RUN, epilog=drain_examples)(_drain)

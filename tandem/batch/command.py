@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared.errors import QueueFull, StartupError, TandemError, Unavailable
-from shared.settings import check_bounds
 from tandem.async_client import AsyncClient
-from tandem.batch.bodies import error_of, response_of, work_of
+from tandem.batch.answers import error_of, response_of
+from tandem.batch.bodies import work_of
+from tandem.batch.config import BatchConfig
 from tandem.batch.journal import Journal
 from tandem.batch.request_lines import RequestLine, custom_ids, requests
 from tandem.values import Completion
@@ -26,21 +26,6 @@ from tandem.values import Completion
 RETRY_S = 1.0
 PATIENCE_S = 300.0
 """How long a service may be away, no request ending meanwhile, before the run ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchConfig:
-    """How to compute a batch."""
-
-    max_concurrency: int = 64
-    """Requests at a time."""
-    timeout: float | None = None
-    """Seconds for one request; then its line has status 504. Unset: no limit."""
-
-    def __post_init__(self) -> None:
-        """Raises StartupError for a value out of range."""
-        check_bounds(self, ("max_concurrency",), 1)
-        check_bounds(self, ("timeout",), 0)
 
 
 def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str | None:
