@@ -14,6 +14,7 @@ from worker_svc.kernels.fused_linear import fused_linear, is_faster
 from worker_svc.kernels.gemv import gemv
 from worker_svc.kernels.norm import rms_norm
 from worker_svc.kernels.routing import Choice, norm_route
+from worker_svc.kernels.tiled_linear import is_faster_in_tiles, tiled_linear
 from worker_svc.layers.kv_cache import LayerCache
 from worker_svc.layers.ops import ExpertWeights, Norm, QKNorm, Routing
 
@@ -36,15 +37,21 @@ class TritonOps:
         product = self._few_rows(x, normed=True)
         if product is not None:
             return product(x, weight, bias, norm_weight=norm.weight, eps=norm.eps, pdl=self._pdl)
-        return functional.linear(self.rms_norm(x, norm), weight, bias)
+        y = self.rms_norm(x, norm)
+        if is_faster_in_tiles(y, weight):
+            return tiled_linear(y, weight, bias, pdl=self._pdl)
+        return functional.linear(y, weight, bias)
 
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
         """See Ops."""
         product = self._few_rows(x, normed=True)
         if product is not None:
             return product(x, weight, norm_weight=norm.weight, eps=norm.eps, gated=True, pdl=self._pdl)
+        y = self.rms_norm(x, norm)
+        if is_faster_in_tiles(y, weight, gated=True):
+            return tiled_linear(y, weight, gated=True, pdl=self._pdl)
         out = x.new_empty(len(x), len(weight) // 2)
-        silu_and_mul(functional.linear(self.rms_norm(x, norm), weight), out=out, pdl=self._pdl)
+        silu_and_mul(functional.linear(y, weight), out=out, pdl=self._pdl)
         return out
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -52,6 +59,8 @@ class TritonOps:
         product = self._few_rows(x, normed=False)
         if product is not None:
             return product(x, weight, bias, residual=residual, pdl=self._pdl)
+        if is_faster_in_tiles(x, weight):
+            return tiled_linear(x, weight, bias, residual=residual, pdl=self._pdl)
         if residual is None:
             return functional.linear(x, weight, bias)
         residual.addmm_(x, weight.t())
@@ -78,7 +87,7 @@ class TritonOps:
         return experts_add(y, routed, experts.gate_up, experts.down, residual, num_experts=num_experts, pdl=pdl)
 
     def _few_rows(self, x: Tensor, *, normed: bool) -> Callable[..., Tensor] | None:
-        """The kernel for one row or for few; None: cuBLAS is faster."""
+        """The kernel for one row or for few, with a norm or with a residual inside; None: others are faster."""
         if len(x) == 1:
             return gemv
         return fused_linear if is_faster(x, normed=normed) else None
