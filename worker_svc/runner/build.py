@@ -78,8 +78,9 @@ def _kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, devic
         return TorchOps()
     problem = _unfit(config, model, dtype, device)
     if problem is None:
-        from worker_svc.layers.triton_ops import TritonOps
+        from worker_svc.layers.triton_ops import TritonOps, prefer_cublaslt
 
+        prefer_cublaslt()
         return TritonOps(pdl=torch.cuda.get_device_capability(device) >= (9, 0))
     if config.attention != "auto":
         raise StartupError(f"--attention {config.attention}: {problem}")
