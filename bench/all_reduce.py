@@ -6,7 +6,6 @@ The worker's own way for few values beside torch's symmetric memory and NCCL. Ev
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
-from shared.process import die_with_parent, kill, spawn
-from worker_svc.launcher import rank_environment
+from bench.ranks import run_ranks
+from shared.process import die_with_parent
 from worker_svc.parallel import TensorParallel, join
 
 WIDTH = 4096  # of a row, bfloat16: Qwen3-8B's
@@ -49,14 +48,7 @@ def main(
 ) -> None:
     """Prints a table."""
     with TemporaryDirectory() as scratch:
-        started = [
-            spawn("bench.all_reduce", [str(rank), str(ranks), scratch], rank_environment()) for rank in range(ranks)
-        ]
-        while any(rank.poll() is None for rank in started) and not any(rank.poll() for rank in started):
-            time.sleep(0.1)
-        kill(started)
-        if any(rank.returncode for rank in started):
-            sys.exit("a rank failed: see its message above")
+        run_ranks("bench.all_reduce", ranks, [str(ranks), scratch])
         points = [Point(**values) for values in json.loads((Path(scratch) / "points").read_text(encoding="utf-8"))]
     table = Table(title=f"all-reduce over {ranks} GPUs, bfloat16, microseconds")
     for name in Point.__dataclass_fields__:

@@ -1,0 +1,148 @@
+"""What ran on a GPU and when, by torch's profiler, and what a step takes of it. Knows no engine.
+
+All ranks' times are of one clock. Kernels that start before the one ahead has ended count twice where kinds of kernels
+are added up.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity, profile
+
+DECODE, MIXED = "_decode_kernel", "_mixed_kernel"  # the first of a step: kernels.prepare, kernels.prepare_mixed
+_COLLECTIVES = ("all_reduce", "all_gather", "nccl")
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Kernels and copies of one GPU, by start."""
+
+    names: NDArray[np.str_]
+    starts: Floats
+    """Microseconds."""
+    ends: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kind of kernel or copy in a step."""
+
+    name: str
+    calls: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """One GPU's part in a step."""
+
+    busy_share: float
+    collectives_us: float
+    waiting_us: float
+    """Of that: until the last rank has begun the same collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step of a kind, averages."""
+
+    steps: int
+    period_us: float
+    between_us: float
+    """In which nothing runs just before the next step's first kernel."""
+    ranks: list[RankTime]
+    kernels: list[Kernel]
+    """Of the first rank."""
+
+
+@contextmanager
+def recorded(path: Path) -> Iterator[None]:
+    """Writes what this process has on its GPU during the block."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield
+    results: Any = profiler.profiler
+    found = [event for event in results.kineto_results.events() if event.device_type().name == "CUDA"]
+    found.sort(key=lambda event: event.start_ns())
+    starts = np.array([event.start_ns() for event in found]) / 1e3
+    lengths = np.array([event.duration_ns() for event in found]) / 1e3
+    np.savez(path, names=np.array([event.name() for event in found]), starts=starts, ends=starts + lengths)
+
+
+def load_trace(path: Path) -> Trace:
+    """What `recorded` wrote."""
+    file = np.load(path)
+    return Trace(file["names"], file["starts"], file["ends"])
+
+
+def step_times(traces: Sequence[Trace], kind: str, skipped: int) -> StepTime | None:
+    """Of the steps that begin with the kernel `kind`, but for the first ones; None: there are none."""
+    cut = [_Steps(trace, kind, skipped) for trace in traces]
+    steps = int(cut[0].chosen.sum())
+    if not steps:
+        return None
+    meetings = [steps_of.collectives() for steps_of in cut]
+    last = np.maximum.reduce([starts for starts, _ in meetings])
+    ranks = [
+        RankTime(
+            busy_share=round(1 - steps_of.idle() / steps_of.span(), 4),
+            collectives_us=round(float((ends - starts).sum()) / steps, 1),
+            waiting_us=round(float((np.minimum(last, ends) - starts).sum()) / steps, 1),
+        )
+        for steps_of, (starts, ends) in zip(cut, meetings, strict=True)
+    ]
+    first = cut[0]
+    return StepTime(steps, round(first.span() / steps, 1), round(first.between(), 1), ranks, first.kernels())
+
+
+class _Steps:
+    """A trace cut into steps, of which some are chosen."""
+
+    def __init__(self, trace: Trace, kind: str, skipped: int) -> None:
+        first = np.flatnonzero(np.isin(trace.names, (DECODE, MIXED)))
+        self._trace = trace
+        self._bounds = trace.starts[first]
+        self.chosen = trace.names[first] == kind
+        """[steps]; the last one has no end."""
+        self.chosen[np.flatnonzero(self.chosen)[:skipped]] = False
+        self.chosen[-1:] = False
+        step = np.searchsorted(self._bounds, trace.starts, side="right") - 1
+        self._inside = (step >= 0) & self.chosen[np.maximum(step, 0)]
+        ends = np.maximum.accumulate(trace.ends)
+        self._gaps = np.maximum(trace.starts[1:] - ends[:-1], 0)  # before each event but the first
+        self._begins = np.isin(np.arange(1, len(trace.starts)), first)
+
+    def span(self) -> float:
+        """Microseconds of all chosen steps."""
+        return float(np.diff(self._bounds)[self.chosen[:-1]].sum())
+
+    def idle(self) -> float:
+        """Of that, those in which nothing runs."""
+        return float(self._gaps[self._inside[:-1]].sum())
+
+    def between(self) -> float:
+        """Mean of what passes with nothing running before the next step's first kernel."""
+        return float(self._gaps[self._inside[:-1] & self._begins].mean())
+
+    def collectives(self) -> tuple[Floats, Floats]:
+        """Starts and ends, in the order that all ranks have."""
+        inside = self._inside.copy()
+        for index in np.flatnonzero(inside):
+            inside[index] = any(part in self._trace.names[index] for part in _COLLECTIVES)
+        return self._trace.starts[inside], self._trace.ends[inside]
+
+    def kernels(self) -> list[Kernel]:
+        """By the time that they take together."""
+        steps, calls, times = int(self.chosen.sum()), Counter[str](), Counter[str]()
+        for index in np.flatnonzero(self._inside):
+            name = str(self._trace.names[index])
+            calls[name] += 1
+            times[name] += self._trace.ends[index] - self._trace.starts[index]
+        return [Kernel(name, calls[name] / steps, round(us / steps, 2)) for name, us in times.most_common()]
