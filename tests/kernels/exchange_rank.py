@@ -1,6 +1,7 @@
 """One rank of an exchange on a CPU: `python -m tests.kernels.exchange_rank RANK RANKS FOLDER`, in the interpreter.
 
-Inboxes are files that all ranks map; what each exchange gave goes into a file of the rank's own.
+Inboxes are files that all ranks map, named as here, the rows' by their type, full of what these have where nothing is.
+What each exchange gave goes into a file of the rank's own.
 """
 
 import sys
@@ -11,6 +12,8 @@ from torch import Tensor
 
 CAPACITY = 2048
 BLOCKS = 2 * 2048  # words
+ROWS, WIDTH = 6, 80  # most rows, values of one
+EPS = 1e-6
 CASES = [
     ("reduce", torch.bfloat16, 2 * CAPACITY),
     ("blocks", torch.bfloat16, 2 * BLOCKS),
@@ -22,6 +25,11 @@ CASES = [
     ("blocks", torch.float32, 2100),
     ("gather", torch.float32, 513),
     ("blocks", torch.bfloat16, 30),
+    ("rows", torch.bfloat16, ROWS * WIDTH),
+    ("normed rows", torch.bfloat16, 2 * WIDTH),
+    ("normed rows", torch.float32, ROWS * WIDTH),
+    ("rows", torch.float32, WIDTH),
+    ("normed rows", torch.bfloat16, ROWS * WIDTH),
 ] * 2
 
 
@@ -31,12 +39,20 @@ def values_of(rank: int, case: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * case + rank)
     if dtype == torch.int64:
         return torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
-    return torch.randn(size, generator=generator).to(dtype)
+    values = torch.randn(size, generator=generator)
+    values[::3] = -0.0  # pairs of them too: what the rows' inboxes are full of
+    values[1::3][: size // 9] = -0.0
+    return values.to(dtype)
+
+
+def norm_weight(dtype: torch.dtype) -> Tensor:
+    """Of the normed rows."""
+    return torch.linspace(-2, 2, WIDTH).to(dtype)
 
 
 def main() -> None:
     """All cases, one after another."""
-    from worker_svc.kernels import exchange, exchange_blocks
+    from worker_svc.kernels import exchange, exchange_blocks, exchange_rows
 
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 
@@ -49,7 +65,11 @@ def main() -> None:
     maps: list[Tensor] = []
     few = inboxes("few", CAPACITY, exchange.inbox_words(ranks, CAPACITY), exchange.BLOCK)
     many = inboxes("many", BLOCKS, exchange_blocks.inbox_words(ranks, BLOCKS), exchange_blocks.BLOCK)
-    results = []
+    rows = {
+        dtype: inboxes(str(dtype), ROWS * WIDTH, exchange_rows.inbox_words(ranks, ROWS * WIDTH), WIDTH)
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    results, normed = [], {}
     for case, (kind, _, _) in enumerate(CASES):
         values = values_of(rank, case)
         if kind == "gather":
@@ -58,10 +78,16 @@ def main() -> None:
             values = out
         elif kind == "reduce":
             exchange.all_reduce(values, few)
-        else:
+        elif kind == "blocks":
             exchange_blocks.all_reduce_blocks(values, many)
+        else:
+            norm = exchange_rows.RowNorm(norm_weight(values.dtype), EPS) if kind == "normed rows" else None
+            out = torch.full_like(values, torch.nan)
+            by_row = (values.view(-1, WIDTH), rows[values.dtype], norm)
+            exchange_rows.all_reduce_rows(*by_row, out=out.view(-1, WIDTH))
+            normed[case] = out
         results.append(values)
-    torch.save(results, folder / f"results{rank}")
+    torch.save((results, normed), folder / f"results{rank}")
 
 
 if __name__ == "__main__":
