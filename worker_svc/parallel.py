@@ -112,6 +112,9 @@ class TensorParallel:
             dist.destroy_process_group()
 
 
+ALONE = TensorParallel()
+
+
 def join(rank: int, size: int, rendezvous: Path, device: torch.device) -> TensorParallel:
     """Waits for all ranks of the group at a file that they share."""
     if size == 1:

@@ -1,7 +1,7 @@
 """One rank of an exchange on a CPU: `python -m tests.kernels.exchange_rank RANK RANKS FOLDER`, in the interpreter.
 
-Inboxes are files that all ranks map, named as here, the rows' by their type, full of what these have where nothing is.
-What each exchange gave goes into a file of the rank's own.
+Inboxes are files that all ranks map, those named `rows` full of NOTHING; what each exchange gave goes into a file of
+the rank's own.
 """
 
 import sys
@@ -65,10 +65,8 @@ def main() -> None:
     maps: list[Tensor] = []
     few = inboxes("few", CAPACITY, exchange.inbox_words(ranks, CAPACITY), exchange.BLOCK)
     many = inboxes("many", BLOCKS, exchange_blocks.inbox_words(ranks, BLOCKS), exchange_blocks.BLOCK)
-    rows = {
-        dtype: inboxes(str(dtype), ROWS * WIDTH, exchange_rows.inbox_words(ranks, ROWS * WIDTH), WIDTH)
-        for dtype in (torch.bfloat16, torch.float32)
-    }
+    place = exchange_rows.MOST_WORDS.value
+    rows = inboxes("rows", ROWS * place, exchange_rows.inbox_words(ranks, ROWS * place), place)
     results, normed = [], {}
     for case, (kind, _, _) in enumerate(CASES):
         values = values_of(rank, case)
@@ -83,7 +81,7 @@ def main() -> None:
         else:
             norm = exchange_rows.RowNorm(norm_weight(values.dtype), EPS) if kind == "normed rows" else None
             out = torch.full_like(values, torch.nan)
-            by_row = (values.view(-1, WIDTH), rows[values.dtype], norm)
+            by_row = (values.view(-1, WIDTH), rows, norm)
             exchange_rows.all_reduce_rows(*by_row, out=out.view(-1, WIDTH))
             normed[case] = out
         results.append(values)

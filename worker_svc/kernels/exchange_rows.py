@@ -15,8 +15,10 @@ from torch import Tensor
 from worker_svc.kernels.exchange import Inboxes, add_word, sum_of_words
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
 
-_NOTHING_BFLOAT16 = tl.constexpr(-0x7FFF8000)  # two of -0.0
-_NOTHING_FLOAT32 = tl.constexpr(-0x80000000)  # -0.0
+NOTHING = tl.constexpr(-0x7FFF8000)
+"""What an inbox is full of while nothing is there: bfloat16 of -0.0 twice, a float32 of -4.6e-41. 0 is sent for it."""
+MOST_WORDS = tl.constexpr(4096)
+"""Of a row. Each has a place, whatever its size, that belongs to one program, which counts its exchanges."""
 _WORDS_A_THREAD = 8
 
 
@@ -29,13 +31,8 @@ class RowNorm(NamedTuple):
 
 
 def inbox_words(ranks: int, capacity: int) -> int:
-    """int32 of an inbox, [2, ranks, capacity]; each at first what nothing() gives."""
+    """int32 of an inbox, [2, ranks, capacity]; each is NOTHING at first."""
     return 2 * ranks * capacity
-
-
-def nothing(dtype: torch.dtype) -> int:
-    """What an inbox is full of while nothing is there."""
-    return int(_NOTHING_BFLOAT16 if dtype == torch.bfloat16 else _NOTHING_FLOAT32)
 
 
 def all_reduce_rows(
@@ -44,11 +41,11 @@ def all_reduce_rows(
     """The sum over the ranks, in place, added in float32 in the order of the ranks: bit for bit the same on all. With a
     norm, `out` becomes the norm of the sums.
 
-    `x` and `out` [T, hidden] are contiguous, bfloat16 or float32. All exchanges through the same inboxes must be of
-    rows of one size and type; `counts` of the inboxes has an element for each row.
+    `x` and `out` [T, hidden] are contiguous, bfloat16 or float32. The inboxes have MOST_WORDS words and an element of
+    `counts` for each row.
     """
     rows, words = x.view(torch.int32).shape
-    assert rows * words <= inboxes.capacity, "callers choose another way for what does not fit"
+    assert rows <= len(inboxes.counts) and words <= MOST_WORDS.value, "callers choose another way for what does not fit"
     block = triton.next_power_of_2(words)
     _all_reduce_rows_kernel[(rows,)](
         x.view(torch.int32),
@@ -98,21 +95,20 @@ def _all_reduce_rows_kernel(
     wait_for_previous(PDL)
     number = tl.load(counts_ptr + row) + 1
     mine = tl.load(x_ptr + at, mask=inside, other=0)
-    nothing: tl.constexpr = _NOTHING_BFLOAT16 if BFLOAT16 else _NOTHING_FLOAT32
+    mine = tl.where(mine == NOTHING, 0, mine)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            sent = tl.where(mine == nothing, 0, mine)
-            tl.store(_half(addresses[peer], RANK, number, capacity, RANKS) + at, sent, mask=inside)
+            tl.store(_place(addresses[peer], RANK, row, number, capacity, RANKS) + column, mine, mask=inside)
     even = tl.zeros([BLOCK], dtype=tl.float32)
     odd = tl.zeros([BLOCK], dtype=tl.float32)
     for source in tl.static_range(RANKS):
         word = mine
         if source != RANK:
-            inbox = _half(addresses[RANK], source, number, capacity, RANKS) + at
+            inbox = _place(addresses[RANK], source, row, number, capacity, RANKS) + column
             word = tl.load(inbox, mask=inside, other=0, volatile=True)
-            while tl.max((word == nothing).to(tl.int32), axis=0) != 0:
+            while tl.max((word == NOTHING).to(tl.int32), axis=0) != 0:
                 word = tl.load(inbox, mask=inside, other=0, volatile=True)
-            tl.store(inbox, tl.full([BLOCK], nothing, tl.int32), mask=inside)
+            tl.store(inbox, tl.full([BLOCK], NOTHING, tl.int32), mask=inside)
         even, odd = add_word(even, odd, word, BFLOAT16)
     total = sum_of_words(even, odd, BFLOAT16)
     tl.store(x_ptr + at, total, mask=inside)
@@ -138,9 +134,14 @@ def _normed(
 
 
 @triton.jit
-def _half(
-    inbox: tl.tensor, source: tl.constexpr, number: tl.tensor, capacity: tl.tensor, RANKS: tl.constexpr
+def _place(
+    inbox: tl.tensor,
+    source: tl.constexpr,
+    row: tl.tensor,
+    number: tl.tensor,
+    capacity: tl.tensor,
+    RANKS: tl.constexpr,
 ) -> tl.tensor:
-    """Where `source` writes into an inbox."""
-    words = inbox.to(tl.pointer_type(tl.int32)) + ((number & 1) * RANKS + source).to(tl.int64) * capacity
-    return tl.multiple_of(words, 16)
+    """Where `source` writes a row into an inbox."""
+    half = ((number & 1) * RANKS + source).to(tl.int64) * capacity
+    return tl.multiple_of(inbox.to(tl.pointer_type(tl.int32)) + half + row * MOST_WORDS, 16)
