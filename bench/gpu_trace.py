@@ -48,6 +48,7 @@ class RankTime:
     collectives_us: float
     waiting_us: float
     """Of that: until the last rank has begun the same collective."""
+    kernels: list[Kernel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,6 @@ class StepTime:
     between_us: float
     """In which nothing runs just before the next step's first kernel."""
     ranks: list[RankTime]
-    kernels: list[Kernel]
-    """Of the first rank."""
 
 
 @contextmanager
@@ -82,9 +81,9 @@ def load_trace(path: Path) -> Trace:
     return Trace(file["names"], file["starts"], file["ends"])
 
 
-def step_times(traces: Sequence[Trace], kind: str, skipped: int) -> StepTime | None:
-    """Of the steps that begin with the kernel `kind`, but for the first ones; None: there are none."""
-    cut = [_Steps(trace, kind, skipped) for trace in traces]
+def step_times(traces: Sequence[Trace], kind: str, skipped: int, most: int | None = None) -> StepTime | None:
+    """Of at most so many steps that begin with the kernel `kind`, after the first ones; None: there are none."""
+    cut = [_Steps(trace, kind, skipped, most) for trace in traces]
     steps = int(cut[0].chosen.sum())
     if not steps:
         return None
@@ -95,24 +94,24 @@ def step_times(traces: Sequence[Trace], kind: str, skipped: int) -> StepTime | N
             busy_share=round(1 - steps_of.idle() / steps_of.span(), 4),
             collectives_us=round(float((ends - starts).sum()) / steps, 1),
             waiting_us=round(float((np.minimum(last, ends) - starts).sum()) / steps, 1),
+            kernels=steps_of.kernels(),
         )
         for steps_of, (starts, ends) in zip(cut, meetings, strict=True)
     ]
     first = cut[0]
-    return StepTime(steps, round(first.span() / steps, 1), round(first.between(), 1), ranks, first.kernels())
+    return StepTime(steps, round(first.span() / steps, 1), round(first.between(), 1), ranks)
 
 
 class _Steps:
     """A trace cut into steps, of which some are chosen."""
 
-    def __init__(self, trace: Trace, kind: str, skipped: int) -> None:
+    def __init__(self, trace: Trace, kind: str, skipped: int, most: int | None) -> None:
         first = np.flatnonzero(np.isin(trace.names, (DECODE, MIXED)))
         self._trace = trace
         self._bounds = trace.starts[first]
-        self.chosen = trace.names[first] == kind
-        """[steps]; the last one has no end."""
-        self.chosen[np.flatnonzero(self.chosen)[:skipped]] = False
-        self.chosen[-1:] = False
+        ended = np.flatnonzero(trace.names[first[:-1]] == kind)  # the last one has no end
+        self.chosen = np.isin(np.arange(len(first)), ended[skipped:][:most])
+        """[steps]"""
         step = np.searchsorted(self._bounds, trace.starts, side="right") - 1
         self._inside = (step >= 0) & self.chosen[np.maximum(step, 0)]
         ends = np.maximum.accumulate(trace.ends)
@@ -145,4 +144,4 @@ class _Steps:
             name = str(self._trace.names[index])
             calls[name] += 1
             times[name] += self._trace.ends[index] - self._trace.starts[index]
-        return [Kernel(name, calls[name] / steps, round(us / steps, 2)) for name, us in times.most_common()]
+        return [Kernel(name, calls[name] / steps, round(float(us) / steps, 2)) for name, us in times.most_common()]

@@ -38,6 +38,7 @@ from worker_svc.runner.runner import PendingTokens, Runner
 
 _SKIPPED = 8  # decode steps after the prompts
 _CPU_STEPS = 256
+_LEAST_TOKENS = 1024  # of prompts in a step
 _PROMPTS = 0
 """In place of a batch size: 32 prompts of PREFILL tokens."""
 
@@ -51,8 +52,10 @@ class Work:
     steps: int
 
     def items(self, batch: int, steps: int) -> list[Item]:
-        """Requests with so many decode steps."""
-        return random_items(batch, self.prompt, steps) if batch else random_items(32, PREFILL, 1)
+        """Requests of which all have so many decode steps left when the last one begins its own."""
+        if not batch:
+            return random_items(32, PREFILL, 1)
+        return random_items(batch, self.prompt, steps + batch * self.prompt // _LEAST_TOKENS)
 
 
 def main(
@@ -80,7 +83,7 @@ def main(
         run_ranks("bench.timeline", tensor_parallel, [to_json(config), to_json(work), scratch])
         for batch in work.batches:
             traces = [load_trace(_trace_file(Path(scratch), rank, batch)) for rank in range(tensor_parallel)]
-            found = step_times(traces, DECODE, _SKIPPED) if batch else step_times(traces, MIXED, 1)
+            found = step_times(traces, DECODE, _SKIPPED, steps) if batch else step_times(traces, MIXED, 1)
             assert found is not None, "the work has such steps"
             timelines[_name(batch)] = found
         cpu = json.loads((Path(scratch) / "cpu").read_text(encoding="utf-8"))
@@ -151,9 +154,11 @@ def _trace_file(folder: Path, rank: int, batch: int) -> Path:
 def _print(what: str, timeline: StepTime, cpu_us: dict[str, float], most: int) -> None:
     title = f"{what}: {timeline.period_us:,} us a step ({timeline.steps} steps), {timeline.between_us} us between steps"
     table = Table(title=title)
-    for name in ("kernel", "calls a step", "us a step"):
-        table.add_column(name, justify="left" if name == "kernel" else "right", overflow="ellipsis", no_wrap=True)
-    for kernel in timeline.kernels[:most]:
+    for name in ("kernel of GPU 0", "calls a step", "us a step"):
+        table.add_column(
+            name, justify="left" if name == "kernel of GPU 0" else "right", overflow="ellipsis", no_wrap=True
+        )
+    for kernel in timeline.ranks[0].kernels[:most]:
         table.add_row(kernel.name[:70], f"{kernel.calls:.1f}", f"{kernel.us:,.1f}")
     console = Console(width=110)
     console.print(table)

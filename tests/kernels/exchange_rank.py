@@ -11,20 +11,16 @@ import torch
 from torch import Tensor
 
 CAPACITY = 2048
-BLOCKS = 2 * 2048  # words
 ROWS, WIDTH = 6, 80  # most rows, values of one
 EPS = 1e-6
 CASES = [
     ("reduce", torch.bfloat16, 2 * CAPACITY),
-    ("blocks", torch.bfloat16, 2 * BLOCKS),
     ("gather", torch.int64, 3),
     ("reduce", torch.float32, 700),
     ("reduce", torch.bfloat16, 34),
     ("gather", torch.int64, CAPACITY // 2),
     ("reduce", torch.bfloat16, 1026),
-    ("blocks", torch.float32, 2100),
     ("gather", torch.float32, 513),
-    ("blocks", torch.bfloat16, 30),
     ("rows", torch.bfloat16, ROWS * WIDTH),
     ("normed rows", torch.bfloat16, 2 * WIDTH),
     ("normed rows", torch.float32, ROWS * WIDTH),
@@ -52,7 +48,7 @@ def norm_weight(dtype: torch.dtype) -> Tensor:
 
 def main() -> None:
     """All cases, one after another."""
-    from worker_svc.kernels import exchange, exchange_blocks, exchange_rows
+    from worker_svc.kernels import exchange, exchange_rows
 
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 
@@ -64,7 +60,6 @@ def main() -> None:
 
     maps: list[Tensor] = []
     few = inboxes("few", CAPACITY, exchange.inbox_words(ranks, CAPACITY), exchange.BLOCK)
-    many = inboxes("many", BLOCKS, exchange_blocks.inbox_words(ranks, BLOCKS), exchange_blocks.BLOCK)
     place = exchange_rows.MOST_WORDS.value
     rows = inboxes("rows", ROWS * place, exchange_rows.inbox_words(ranks, ROWS * place), place)
     results, normed = [], {}
@@ -76,8 +71,6 @@ def main() -> None:
             values = out
         elif kind == "reduce":
             exchange.all_reduce(values, few)
-        elif kind == "blocks":
-            exchange_blocks.all_reduce_blocks(values, many)
         else:
             norm = exchange_rows.RowNorm(norm_weight(values.dtype), EPS) if kind == "normed rows" else None
             out = torch.full_like(values, torch.nan)

@@ -1,8 +1,7 @@
 """All-reduce of rows between GPUs that reach each other's memory, and the norm of the sums in the same kernel.
 
 As kernels.exchange, but words travel alone: an inbox is full of a word that nobody sends, so a word has arrived when it
-is another one. Who has read it puts that word back. (Lamport's queue needs no lock either: "Concurrent reading and
-writing", 1977.) Half the bytes of a word with a number, and no flag to wait for as in kernels.exchange_blocks.
+is another one; who has read it puts that word back. Half the bytes, for which a word more is written where it is read.
 """
 
 from typing import NamedTuple
