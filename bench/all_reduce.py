@@ -1,6 +1,6 @@
 """All-reduce between GPUs, in CUDA graphs: `python -m bench.all_reduce [--json FILE]`.
 
-The worker's own way for few values beside torch's symmetric memory and NCCL. Every rank is a process of its own.
+The worker's own way beside torch's symmetric memory and NCCL. Every rank is a process of its own.
 """
 
 import json
@@ -37,6 +37,7 @@ class Point:
     rows: int
     bytes: int
     own_us: float | None
+    own_with_norm_us: float | None
     one_shot_us: float
     two_shot_us: float
     nccl_us: float
@@ -79,10 +80,16 @@ def _point(group: TensorParallel, shared: Tensor, rows: int) -> Point:
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     values, mapped = torch.randn(rows, WIDTH, device=shared.device).bfloat16(), shared[: rows * WIDTH]
+    peers, weight = group.peers, torch.ones(WIDTH, device=shared.device).bfloat16()
+    own = own_with_norm = None
+    if peers is not None and peers.can_add(values):
+        own = _time(lambda: peers.all_reduce(values))
+        own_with_norm = _time(lambda: peers.all_reduce_norm(values, weight, 1e-6))
     return Point(
         rows=rows,
         bytes=values.nbytes,
-        own_us=_time(lambda: group.all_reduce(values)) if group.peers and group.peers.can_add(values) else None,
+        own_us=own,
+        own_with_norm_us=own_with_norm,
         one_shot_us=_time(lambda: torch.ops.symm_mem.one_shot_all_reduce(mapped, "sum", name)),
         two_shot_us=_time(lambda: torch.ops.symm_mem.two_shot_all_reduce_(mapped, "sum", name)),
         nccl_us=_time(lambda: dist.all_reduce(values)),

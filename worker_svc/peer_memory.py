@@ -58,13 +58,13 @@ class PeerMemory:
         if x.nbytes <= _FEW * _WORD:
             exchange.all_reduce(x, self._few, pdl=self._pdl)
             return
-        for rows in x.split(self._at_a_time):
+        for rows in torch.split(x, self._at_a_time):
             exchange_rows.all_reduce_rows(rows, self._rows, pdl=self._pdl)
 
     def all_reduce_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As all_reduce; gives the norm of the sums, [T, hidden]."""
-        out, norm = torch.empty_like(x), exchange_rows.RowNorm(weight, eps)
-        for rows, normed in zip(x.split(self._at_a_time), out.split(self._at_a_time), strict=True):
+        out, norm, most = torch.empty_like(x), exchange_rows.RowNorm(weight, eps), self._at_a_time
+        for rows, normed in zip(torch.split(x, most), torch.split(out, most), strict=True):
             exchange_rows.all_reduce_rows(rows, self._rows, norm, out=normed, pdl=self._pdl)
         return out
 
