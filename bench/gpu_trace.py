@@ -4,8 +4,7 @@ All ranks' times are of one clock. Kernels that start before the one ahead has e
 are added up.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,10 @@ Floats: TypeAlias = NDArray[np.float64]
 class Trace:
     """Kernels and copies of one GPU, by start."""
 
-    names: NDArray[np.str_]
+    kinds: list[str]
+    """Names."""
+    names: NDArray[np.int64]
+    """Index of each among them."""
     starts: Floats
     """Microseconds."""
     ends: Floats
@@ -72,13 +74,15 @@ def recorded(path: Path) -> Iterator[None]:
     found.sort(key=lambda event: event.start_ns())
     starts = np.array([event.start_ns() for event in found]) / 1e3
     lengths = np.array([event.duration_ns() for event in found]) / 1e3
-    np.savez(path, names=np.array([event.name() for event in found]), starts=starts, ends=starts + lengths)
+    kinds: dict[str, int] = {}
+    names = np.array([kinds.setdefault(event.name(), len(kinds)) for event in found])
+    np.savez(path, kinds=np.array(list(kinds)), names=names, starts=starts, ends=starts + lengths)
 
 
 def load_trace(path: Path) -> Trace:
     """What `recorded` wrote."""
     file = np.load(path)
-    return Trace(file["names"], file["starts"], file["ends"])
+    return Trace(file["kinds"].tolist(), file["names"], file["starts"], file["ends"])
 
 
 def step_times(traces: Sequence[Trace], kind: str, skipped: int, most: int | None = None) -> StepTime | None:
@@ -106,10 +110,10 @@ class _Steps:
     """A trace cut into steps, of which some are chosen."""
 
     def __init__(self, trace: Trace, kind: str, skipped: int, most: int | None) -> None:
-        first = np.flatnonzero(np.isin(trace.names, (DECODE, MIXED)))
+        first = np.flatnonzero(_named(trace, lambda name: name in (DECODE, MIXED)))
         self._trace = trace
         self._bounds = trace.starts[first]
-        ended = np.flatnonzero(trace.names[first[:-1]] == kind)  # the last one has no end
+        ended = np.flatnonzero(_named(trace, kind.__eq__)[first[:-1]])  # the last one has no end
         self.chosen = np.isin(np.arange(len(first)), ended[skipped:][:most])
         """[steps]"""
         step = np.searchsorted(self._bounds, trace.starts, side="right") - 1
@@ -132,16 +136,22 @@ class _Steps:
 
     def collectives(self) -> tuple[Floats, Floats]:
         """Starts and ends, in the order that all ranks have."""
-        inside = self._inside.copy()
-        for index in np.flatnonzero(inside):
-            inside[index] = any(part in self._trace.names[index] for part in _COLLECTIVES)
+        is_one = _named(self._trace, lambda name: any(part in name for part in _COLLECTIVES))
+        inside = self._inside & is_one
         return self._trace.starts[inside], self._trace.ends[inside]
 
     def kernels(self) -> list[Kernel]:
         """By the time that they take together."""
-        steps, calls, times = int(self.chosen.sum()), Counter[str](), Counter[str]()
-        for index in np.flatnonzero(self._inside):
-            name = str(self._trace.names[index])
-            calls[name] += 1
-            times[name] += self._trace.ends[index] - self._trace.starts[index]
-        return [Kernel(name, calls[name] / steps, round(float(us) / steps, 2)) for name, us in times.most_common()]
+        names, steps = self._trace.names[self._inside], int(self.chosen.sum())
+        lengths = (self._trace.ends - self._trace.starts)[self._inside]
+        calls, times = np.bincount(names), np.bincount(names, lengths)
+        order = sorted(set(names.tolist()), key=lambda name: -times[name])
+        return [
+            Kernel(self._trace.kinds[name], float(calls[name]) / steps, round(float(times[name]) / steps, 2))
+            for name in order
+        ]
+
+
+def _named(trace: Trace, is_one: Callable[[str], bool]) -> NDArray[np.bool_]:
+    """Which events have such a name."""
+    return np.array([is_one(kind) for kind in trace.kinds])[trace.names]
