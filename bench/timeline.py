@@ -53,14 +53,15 @@ def main(
         for name in work.names:
             files = [trace_file(Path(scratch), rank, name) for rank in range(tensor_parallel)]
             timelines.update(_timelines(name, [load_trace(file) for file in files], steps))
-        cpu = json.loads((Path(scratch) / "cpu").read_text(encoding="utf-8"))
+        runs = json.loads((Path(scratch) / "runs").read_text(encoding="utf-8"))
     for what, timeline in timelines.items():
         _print(what, timeline, most)
-    for name, parts in cpu.items():
-        print(f"CPU us a step, {name}: " + ", ".join(f"{part} {us:,}" for part, us in parts.items()))
+    for name, run in runs.items():
+        parts = ", ".join(f"{part} {us:,}" for part, us in run["cpu_us"].items())
+        print(f"{name}, without the profiler: {run['steps']:,} steps in {run['seconds']} s; CPU us a step: {parts}")
     if json_file is not None:
         json_file.write_text(
-            json.dumps({"steps": {what: asdict(time) for what, time in timelines.items()}, "cpu_us": cpu}, indent=2)
+            json.dumps({"steps": {what: asdict(time) for what, time in timelines.items()}, "runs": runs}, indent=2)
         )
 
 

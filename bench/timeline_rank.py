@@ -1,6 +1,7 @@
 """One rank of bench.timeline, a process: `python -m bench.timeline_rank RANK CONFIG WORK FOLDER`.
 
-Leaves in the folder what its GPU did for each work, `RANK-WORK.npz`, and rank 0 what its CPU did, `cpu`.
+Leaves in the folder what its GPU did for each work, `RANK-WORK.npz`, and rank 0 how long it took without the profiler
+and what the CPU did, `runs`.
 """
 
 import json
@@ -8,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,6 +61,16 @@ class Work:
         return [*batches, random_items(32, PREFILL, 1), *([mixed_lengths()] if self.mixed else [])]
 
 
+@dataclass(frozen=True, slots=True)
+class TimedRun:
+    """All requests of a work, prompts included, without the profiler."""
+
+    seconds: float
+    steps: int
+    cpu_us: dict[str, float]
+    """Thread time of each part of a step."""
+
+
 def trace_file(folder: Path, rank: int, name: str) -> Path:
     """What a rank's GPU did."""
     return folder / f"{rank}-{name}.npz"
@@ -75,8 +86,8 @@ def main(rank: int, config: WorkerConfig, work: Work, folder: Path) -> NoReturn:
         recording.close()
     else:
         engine = Engine(runner, group)
-        cpu = [_cpu_time(engine, items) for items in work.items(_CPU_STEPS)]
-        (folder / "cpu").write_text(json.dumps(dict(zip(work.names, cpu, strict=True))), encoding="utf-8")
+        runs = [asdict(_timed(engine, items)) for items in work.items(_CPU_STEPS)]
+        (folder / "runs").write_text(json.dumps(dict(zip(work.names, runs, strict=True))), encoding="utf-8")
         for items, file in zip(work.items(work.steps + SKIPPED), files, strict=True):
             with recorded(file):
                 engine.run(items)
@@ -109,9 +120,10 @@ class _Recorded:
         self._recording.close()
 
 
-def _cpu_time(engine: Engine, items: list[Item]) -> dict[str, float]:
+def _timed(engine: Engine, items: list[Item]) -> TimedRun:
     run = engine.run(items)
-    return {part: round(seconds * 1e6 / run.steps, 1) for part, seconds in engine.cpu.seconds.items()}
+    cpu_us = {part: round(seconds * 1e6 / run.steps, 1) for part, seconds in engine.cpu.seconds.items()}
+    return TimedRun(round(run.end, 3), run.steps, cpu_us)
 
 
 if __name__ == "__main__":
