@@ -11,6 +11,7 @@ from shared.errors import (
     Unavailable,
 )
 from tandem.async_client import AsyncClient
+from tandem.chat_output import ChatOutput, ToolCall, parse_chat_output
 from tandem.client import Client
 from tandem.streams import AsyncGenerationStream, GenerationStream
 from tandem.token_values import EchoedPrompt, TokenLogprob
@@ -33,6 +34,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
     "ChatMessage",
+    "ChatOutput",
     "Client",
     "Completion",
     "DeadlineExceeded",
@@ -51,7 +53,9 @@ __all__ = [
     "Stats",
     "TandemError",
     "TokenLogprob",
+    "ToolCall",
     "Unavailable",
     "Usage",
     "WorkerLoad",
+    "parse_chat_output",
 ]

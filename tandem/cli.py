@@ -222,7 +222,10 @@ def main() -> int:
     except UnicodeError as error:
         print(f"tandem: text that is not UTF-8, or that this terminal can't show: {error}", file=sys.stderr)
         return 1
-    except (TandemError, OSError) as error:  # OSError: no folder for temporary files, no room for the output
+    except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a file that is not there, no folder for temporary files, no room for the output
+        print(f"tandem: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
         return 1
     return 0

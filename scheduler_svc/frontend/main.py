@@ -64,7 +64,8 @@ class Frontend:
         self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
         self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link, self._tracing)
-        self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health)
+        thinks = self._prompts.thoughts.end is not None
+        self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health, thinks=thinks)
         self._server = self._make_server()
         self._tasks: list[asyncio.Task[None]] = []
         self.own_port = 0

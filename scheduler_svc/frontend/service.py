@@ -98,7 +98,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
         bad_words = await self._prompts.encode_words(request.sampling.bad_words)
         samples = submissions(request, record.request_id, seed, prompt, bad_words, model, self._defaults)
-        constraints = await self._constraints(request, samples, model) if request.HasField("constraint") else ()
+        constraints = await self._constraints(request, prompt, samples, model) if samples[0].constrained else ()
         first = pb.GenerateResponse(request_id=record.request_id, seed=seed)
         if request.output.echo and not request.output_token_ids.ids:
             first.echo.text = await self._prompts.decode(prompt.tolist(), skips_special_tokens(request))
@@ -114,13 +114,19 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return await self._prompts.encode(request)
 
     async def _constraints(
-        self, request: pb.GenerateRequest, samples: Sequence[core_pb2.Submit], model: core_pb2.ServedModel
+        self,
+        request: pb.GenerateRequest,
+        prompt: IntArray,
+        samples: Sequence[core_pb2.Submit],
+        model: core_pb2.ServedModel,
     ) -> list[Constraint]:
         """One for each sample. Raises InvalidRequest for a bad grammar, or for given output that it does not allow."""
         grammar = grammar_of(request.constraint, tools_of(request.chat))
         stops = unpack(samples[0].stop_token_ids).tolist()
         min_tokens = MinTokens.of(request.stopping.min_tokens, stops, model.vocabulary_size)
-        constraint = await self._grammars.begin(grammar, min_tokens, unpack(samples[0].output).tolist())
+        thinks = not request.constraint.enable_in_reasoning and self._prompts.thoughts.is_open_after(prompt.tolist())
+        thought_end = self._prompts.thoughts.end if thinks else None
+        constraint = await self._grammars.begin(grammar, min_tokens, unpack(samples[0].output).tolist(), thought_end)
         return [constraint, *(constraint.copy() for _ in samples[1:])]
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shared.errors import QueueFull, StartupError, TandemError, Unavailable
 from shared.settings import check_bounds
 from tandem.async_client import AsyncClient
-from tandem.batch.bodies import error_of, response_of, work_of
+from tandem.batch.answers import error_of, response_of
+from tandem.batch.bodies import work_of
 from tandem.batch.journal import Journal
 from tandem.batch.request_lines import RequestLine, custom_ids, requests
 from tandem.values import Completion

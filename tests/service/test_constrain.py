@@ -246,7 +246,7 @@ def test_the_page_s_examples(service: Tandem) -> None:
     assert said[0] in ("yes", "not at all") and re.fullmatch("[1-9][0-9]{3,4} pounds", said[1])
     code = python.replace("127.0.0.1:50051", service.endpoint)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert re.match(r"[A-Z][a-z]{2,12}\n<tool_call>\n\{\"name\": \"dance\"", result.stdout), result
+    assert re.fullmatch(r"[A-Z][a-z]{2,12}\n(dance [A-Z][a-z]{2,12}\n)+", result.stdout), result
 
 
 def example(service: Tandem, words: list[str]) -> str:
@@ -260,4 +260,4 @@ def example(service: Tandem, words: list[str]) -> str:
 def test_a_file_that_is_not_there_is_one_line(service: Tandem) -> None:
     command = [sys.executable, "-m", "tandem", "generate", PROMPT, "--endpoint", service.endpoint]
     result = subprocess.run([*command, "--grammar", "/nowhere"], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "/nowhere" in result.stderr
+    assert (result.returncode, result.stderr) == (1, "tandem: /nowhere: No such file or directory\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from grpc import aio
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from scheduler_svc.snapshots import INTERVAL_S
 from shared.pb import generation_pb2 as pb
@@ -145,8 +146,22 @@ def test_a_lost_worker_is_counted_and_no_stream_changes(metered: Metered) -> Non
     assert after.value("tandem_num_requests_running") == after.value("tandem_kv_cache_usage_perc") == 0
     lines = [line for line in metered.service.log.read_text().splitlines() if '"event": "request"' in line]
     assert sum('"replays": 1' in line for line in lines[-6:]) == 6
-    replays = [span for span in metered.collector.spans if span.name == "replay"]
+    check_traces(metered.collector.spans)
+
+
+def check_traces(spans: list[Span]) -> None:
+    """Six requests lost their worker once: their parts follow each other, and the replay is part of the decoding."""
+    replays = [span for span in spans if span.name == "replay"]
     assert [span.attributes[0].value.string_value for span in replays] == ["worker lost"] * 6
+    for replay in replays:
+        own = {span.name: span for span in spans if span.trace_id == replay.trace_id}
+        assert set(own) == {"generate", "queue", "prefill", "decode", "replay"}
+        queue, prefill, decode, whole = own["queue"], own["prefill"], own["decode"], own["generate"]
+        assert queue.end_time_unix_nano == prefill.start_time_unix_nano
+        assert prefill.end_time_unix_nano == decode.start_time_unix_nano
+        for inner, outer in ((replay, decode), (queue, whole), (decode, whole)):
+            assert outer.start_time_unix_nano <= inner.start_time_unix_nano
+            assert inner.end_time_unix_nano <= outer.end_time_unix_nano
 
 
 @pytest.mark.parametrize("role", ["core", "frontend"])

@@ -41,14 +41,18 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         generation: GenerationService,
         link: CoreLink,
         health: Health,
+        *,
+        thinks: bool,
     ) -> None:
-        """`folder` is the model's; `defaults` are for the gateway to apply where a request is silent."""
+        """`folder` is the model's; `defaults` are for the gateway to apply where a request is silent; `thinks`: it has
+        marks for thoughts."""
         self._folder = folder
         self._model = model
         self._defaults = defaults
         self._generation = generation
         self._link = link
         self._health = health
+        self._thinks = thinks
         self._cache = CacheFeed(link)
         self._started = time.monotonic()
 
@@ -95,7 +99,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             block_size=served.block_size,
             model_dtype=served.dtype,
             max_num_seqs=state.max_running,
-            constrained_decoding_start="first_token",
+            engine_reasoning_parser="qwen3" if self._thinks else "",
+            constrained_decoding_start="after_reasoning" if self._thinks else "first_token",
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
