@@ -17,6 +17,7 @@ from worker_svc.kernels.routing import Choice, norm_route
 from worker_svc.kernels.tiled_linear import is_faster_in_tiles, tiled_linear
 from worker_svc.layers.kv_cache import LayerCache
 from worker_svc.layers.ops import ExpertWeights, Norm, QKNorm, Routing
+from worker_svc.parallel import ALONE, TensorParallel
 
 
 def prefer_cublaslt() -> None:
@@ -28,12 +29,17 @@ def prefer_cublaslt() -> None:
 class TritonOps:
     """See layers.ops.Ops."""
 
-    def __init__(self, pdl: bool) -> None:
+    def __init__(self, pdl: bool, group: TensorParallel = ALONE) -> None:
         """`pdl` launches kernels before the one ahead has ended: compute capability 9.0 and newer."""
         self._pdl = pdl
+        self._group = group
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """See Ops."""
+        """See Ops: one kernel where the GPUs reach each other's memory."""
+        peers = self._group.peers
+        if peers is not None and peers.can_add(x):
+            return peers.all_reduce_norm(x, norm.weight, norm.eps)
+        self._group.all_reduce(x)
         out = torch.empty_like(x)
         rms_norm(x, norm.weight, norm.eps, out=out, pdl=self._pdl)
         return out
@@ -42,6 +48,7 @@ class TritonOps:
         """See Ops."""
         product = self._few_rows(x, normed=True)
         if product is not None:
+            self._group.all_reduce(x)
             return product(x, weight, bias, norm_weight=norm.weight, eps=norm.eps, pdl=self._pdl)
         y = self.rms_norm(x, norm)
         if is_faster_in_tiles(y, weight):
@@ -52,6 +59,7 @@ class TritonOps:
         """See Ops."""
         product = self._few_rows(x, normed=True)
         if product is not None:
+            self._group.all_reduce(x)
             return product(x, weight, norm_weight=norm.weight, eps=norm.eps, gated=True, pdl=self._pdl)
         y = self.rms_norm(x, norm)
         if is_faster_in_tiles(y, weight, gated=True):
@@ -88,6 +96,7 @@ class TritonOps:
             logits = self.norm_linear(x, norm, routing.weight)
             activated, routed = gated_products_of_one(x, weight, eps, logits, experts.gate_up, choice, pdl=pdl)
             return weighted_sum_of_one(activated, experts.down, routed, residual, pdl=pdl)
+        self._group.all_reduce(x)
         y, routed = norm_route(x, weight, eps, routing.weight, slot_mapping, choice, pdl=pdl)
         num_experts = len(routing.weight)
         return experts_add(y, routed, experts.gate_up, experts.down, residual, num_experts=num_experts, pdl=pdl)
