@@ -6,11 +6,14 @@ from shared.errors import (
     DuplicateRequest,
     InvalidRequest,
     LimitExceeded,
+    PermissionDenied,
     QueueFull,
     RequestFailed,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
+from shared.security import ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.chat_output import ChatOutput, ToolCall, parse_chat_output
 from tandem.client import Client
@@ -37,6 +40,7 @@ __all__ = [
     "ChatMessage",
     "ChatOutput",
     "Client",
+    "ClientSecurity",
     "Completion",
     "DeadlineExceeded",
     "Delta",
@@ -48,6 +52,7 @@ __all__ = [
     "LimitExceeded",
     "Load",
     "ModelInfo",
+    "PermissionDenied",
     "QueueFull",
     "RequestFailed",
     "RequestStats",
@@ -56,6 +61,7 @@ __all__ = [
     "TandemError",
     "TokenLogprob",
     "ToolCall",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "WorkerLoad",

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared.errors import StartupError, TandemError, Unavailable
+from shared.security import PLAIN, ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.batch.answers import error_of, response_of
 from tandem.batch.bodies import work_of
@@ -29,7 +30,7 @@ PATIENCE_S = 300.0
 """How long a service may be away, no request ending meanwhile, before the run ends."""
 
 
-def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str | None:
+def run(endpoint: str, source: Path, target: Path, config: BatchConfig, security: ClientSecurity = PLAIN) -> str | None:
     """Computes a batch; what the caller must hear if not every request succeeded.
 
     Raises StartupError for a bad file, Unavailable where the service is not there or stays away, TandemError after
@@ -40,7 +41,7 @@ def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str |
         if strangers := journal.done - ids:
             raise StartupError(f"{target}: has {min(strangers)!r}, {source} has not; give another output file")
         try:
-            asyncio.run(_Batch(endpoint, source, journal, len(ids), config).run())
+            asyncio.run(_Batch(endpoint, source, journal, len(ids), config, security).run())
         except Unavailable as error:
             raise Unavailable(f"{error}; {_left(ids, journal)}") from None
         except KeyboardInterrupt:
@@ -56,8 +57,17 @@ def _left(ids: set[str], journal: Journal) -> str:
 
 
 class _Batch:
-    def __init__(self, endpoint: str, source: Path, journal: Journal, total: int, config: BatchConfig) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        source: Path,
+        journal: Journal,
+        total: int,
+        config: BatchConfig,
+        security: ClientSecurity,
+    ) -> None:
         self._endpoint = endpoint
+        self._security = security
         self._source = source
         self._journal = journal
         self._total = total
@@ -69,7 +79,10 @@ class _Batch:
 
     async def run(self) -> None:
         """Returns when the journal has every line."""
-        async with AsyncClient(self._endpoint.split(","), resume_timeout=PATIENCE_S, queue_timeout=math.inf) as client:
+        endpoints = self._endpoint.split(",")
+        async with AsyncClient(
+            endpoints, security=self._security, resume_timeout=PATIENCE_S, queue_timeout=math.inf
+        ) as client:
             self._model_name = (await client.model_info()).model_name
             left = (request for request in requests(self._source) if request.custom_id not in self._journal.done)
             with self._progress() as show:

@@ -23,7 +23,7 @@ def clients(model: Path, fair_by: str | None, *calls: dict[str, str]) -> list[st
     async def scenario() -> None:
         async with serving(model, lambda submit: ((), length()), fair_by=fair_by) as served:
             for metadata in calls:
-                async with make_channel(f"127.0.0.1:{served.frontend.own_port}") as channel:
+                async with make_channel(f"127.0.0.1:{served.frontend.port}") as channel:
                     stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
                     await collect(stub.Generate(pb.GenerateRequest(text="a"), metadata=tuple(metadata.items())))
             told.extend(submit.client for submit in served.core.submits)

@@ -55,7 +55,7 @@ def test_a_flood_of_connections_is_cut_and_who_is_connected_goes_on(model: Path)
     async def scenario() -> None:
         async with serving(model, lambda submit: ((7,), length()), max_connections=50) as served:
             assert await tokens(served.stub) == [7]
-            flood = [socket.create_connection(("127.0.0.1", served.frontend.own_port)) for _ in range(200)]
+            flood = [socket.create_connection(("127.0.0.1", served.frontend.port)) for _ in range(200)]
             for connection in flood:
                 connection.setblocking(False)
             await until(lambda: sum(map(is_closed, flood)) >= 150)
@@ -63,7 +63,7 @@ def test_a_flood_of_connections_is_cut_and_who_is_connected_goes_on(model: Path)
             for connection in flood:
                 connection.close()
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 200)]
-            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.own_port}", options=options) as channel:
+            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.port}", options=options) as channel:
                 await asyncio.wait_for(channel.channel_ready(), 5)
                 assert await tokens(generation_pb2_grpc.GenerationServiceStub(channel)) == [7]
 

@@ -24,7 +24,7 @@ SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 <<
 @asynccontextmanager
 async def unread(served: Served, **fields: Any) -> AsyncIterator[Any]:
     """A call that nobody reads yet."""
-    async with aio.insecure_channel(f"127.0.0.1:{served.frontend.own_port}", options=SMALL_WINDOW) as channel:
+    async with aio.insecure_channel(f"127.0.0.1:{served.frontend.port}", options=SMALL_WINDOW) as channel:
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         yield stub.Generate(pb.GenerateRequest(text="a", **fields))
 
