@@ -50,7 +50,7 @@ def test_logits_of_two_layers_of_30b_a3b_are_within_the_noise_of_bfloat16(tmp_pa
         planner.runner._state.slots.last_tokens[0] = prompt[position]
         plan, _ = planner.plan([(slot, planner.remaining(slot)) for slot in range(rows)])
         planner.runner.step(plan).to_host()
-        ours.append(planner.runner._kernels.logits[0].float().clone())
+        ours.append(planner.runner._kernels.logits[0, :5000].float().clone())  # they are padded
     error, their_error = (float((logits - exact).norm() / exact.norm()) for logits in (torch.stack(ours), theirs))
     print(f"relative error {error:.4f}, of transformers {their_error:.4f}")
     assert error < 1.3 * their_error
