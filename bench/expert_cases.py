@@ -26,18 +26,19 @@ _BYTES_OF_EXPERT = 2 * HIDDEN_SIZE * WIDTH  # of one of its three matrices
 
 
 def expert_cases(batch: int) -> Iterator[Case]:
-    """The steps of a layer, and all of them together; of one token those after the router's product."""
+    """The steps of a layer, and all of them together."""
     touched = NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** batch)
     weights = round(touched * _BYTES_OF_EXPERT)
     one = batch == 1
+    small = 2 * batch * (NUM_EXPERTS + (1 if one else TOP_K + 2) * HIDDEN_SIZE)
     makers: list[tuple[str, int, Callable[[], Call]]] = [
+        ("experts: route", small, _routing_of_one)
+        if one
+        else ("experts: route, group, sum", small, lambda: _routing(batch)),
         ("experts: gate, up", 2 * weights, _gated_of_one if one else lambda: _gated(batch)),
         ("experts: down", weights, _down_of_one if one else lambda: _down(batch)),
         ("experts: all", 3 * weights, _all_of_one if one else lambda: _all(batch)),
     ]
-    if not one:
-        small = 2 * batch * (NUM_EXPERTS + (TOP_K + 2) * HIDDEN_SIZE)
-        makers.insert(0, ("experts: route, group, sum", small, lambda: _routing(batch)))
     for kernel, size, make in makers:
         yield Case(kernel, MODEL, batch, 0, size, make)
 
@@ -103,26 +104,28 @@ def _all(batch: int) -> Call:
     return lambda pdl: experts_add(*_route(x, pdl), *_weights(), residual, num_experts=NUM_EXPERTS, pdl=pdl)
 
 
-def _one_gated(x: Tensor, logits: Tensor, pdl: bool = False) -> tuple[Tensor, Routed]:
-    return gated_products_of_one(x, _router()[0], EPS, logits, _weights()[0], CHOICE, pdl=pdl)
+def _routing_of_one() -> Call:
+    x = _tokens(1)
+    return lambda pdl: _route(x, pdl)
 
 
 def _gated_of_one() -> Call:
-    x, logits = _tokens(1), _tokens(1)[:, :NUM_EXPERTS]
-    return lambda pdl: _one_gated(x, logits, pdl)
+    x, routed = _route(_tokens(1))
+    return lambda pdl: gated_products_of_one(x, _weights()[0], routed, pdl=pdl)
 
 
 def _down_of_one() -> Call:
-    x = _tokens(1)
-    activated, routed = _one_gated(x, x[:, :NUM_EXPERTS])
+    x, routed = _route(_tokens(1))
+    activated = gated_products_of_one(x, _weights()[0], routed)
     return lambda pdl: weighted_sum_of_one(activated, _weights()[1], routed, x, pdl=pdl)
 
 
 def _all_of_one() -> Call:
-    x, logits, residual = _tokens(1), _tokens(1)[:, :NUM_EXPERTS], torch.zeros_like(_tokens(1))
+    x, residual = _tokens(1), torch.zeros_like(_tokens(1))
 
     def call(pdl: bool) -> None:
-        activated, routed = _one_gated(x, logits, pdl)
+        y, routed = _route(x, pdl)
+        activated = gated_products_of_one(y, _weights()[0], routed, pdl=pdl)
         weighted_sum_of_one(activated, _weights()[1], routed, residual, pdl=pdl)
 
     return call
