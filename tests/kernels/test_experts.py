@@ -111,7 +111,7 @@ def routings(tokens: int, num_experts: int, top_k: int) -> dict[str, list[list[i
 @pytest.mark.parametrize("kind", routings(1, 2, 1))
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "top_k", "block"),
-    [(1, 128, 8, 16), (3, 1, 1, 16), (7, 6, 2, 16), (200, 5, 3, 16), (1500, 3, 3, 64)],
+    [(1, 128, 8, 16), (3, 1, 1, 16), (7, 6, 2, 16), (200, 5, 3, 16), (1500, 3, 3, 64), (2100, 5, 2, 64)],
 )
 def test_group_pairs(tokens: int, num_experts: int, top_k: int, block: int, kind: str) -> None:
     """Each pair is in exactly one block, of its expert, and the blocks fit into what was set aside."""
