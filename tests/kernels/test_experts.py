@@ -219,18 +219,30 @@ def test_a_sum_skips_what_was_not_computed() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("chosen", [[0, 1, 2], [2, 0, 1], [3, -1, 0], [-1, -1, -1]])
-def test_one_token(sizes: tuple[int, int, int], chosen: list[int], dtype: torch.dtype) -> None:
-    """With experts of other ranks, up to all, among its own."""
-    layer = Layer(1, [chosen], sizes, dtype)
-    activated = gated_products_of_one(layer.x, layer.gate_up, layer.routed)
-    for place, index in enumerate(chosen):
-        if index >= 0:
-            assert_close(activated[place], layer.expert(index, layer.x[0]))
+@pytest.mark.parametrize(("first", "num_local"), [(0, None), (2, 2)])
+def test_one_token(
+    sizes: tuple[int, int, int], first: int, num_local: int | None, renormalize: bool, dtype: torch.dtype
+) -> None:
+    """With its norm and router, on a rank that has all experts and on one that has two."""
+    num_experts, hidden, _ = sizes
+    layer = Layer(1, [[0, 1, 2]], sizes, dtype)
+    logits, norm = randn(1, num_experts, dtype=dtype, seed=5), randn(hidden, dtype=dtype, seed=6)
+    gate_up, down = (weight[first:][:num_local] for weight in (layer.gate_up, layer.down))
+    choice = Choice(3, renormalize, first, len(gate_up))
+    activated = gated_products_of_one(layer.x, norm, EPS, logits, gate_up, choice)
+    y = norm_of(layer.x, norm)
+    best = logits.double().softmax(-1).sort(descending=True)
+    factors = best.values[0, :3] / (best.values[0, :3].sum() if renormalize else 1)
+    expected = torch.zeros(1, hidden, dtype=torch.float64, device=DEVICE)
+    for place, index in enumerate(best.indices[0, :3].tolist()):
+        if first <= index < first + len(gate_up):
+            exact = layer.expert(index, y[0])
+            assert_close(activated[place], exact, roundings=3)
+            expected += factors[place] * (layer.down[index].double() @ exact)
         else:
             activated[place] = torch.nan
-    expected = layer.expected()
-    assert_close(weighted_sum_of_one(activated, layer.down, layer.routed, None), expected, roundings=3)
-    total = weighted_sum_of_one(activated, layer.down, layer.routed, layer.residual.clone())
+    assert_close(weighted_sum_of_one(activated, down, logits, choice, None), expected, roundings=3)
+    total = weighted_sum_of_one(activated, down, logits, choice, layer.residual.clone())
     assert_close(total, expected + layer.residual.double(), roundings=3)

@@ -216,6 +216,9 @@ def _block_products(
     pair = tl.load(pairs_ptr + place, cache_modifier=".cg")
     output = tl.program_id(0) * BLOCK_OUTPUTS
     weight_row = expert * (OUTPUTS * (2 if GATED else 1)) + output
+    AHEAD: tl.constexpr = PDL and BLOCK_PAIRS < _LEAST_HALF
+    if not GATED and not AHEAD:
+        wait_for_previous(PDL)
     total = tl.zeros([BLOCK_OUTPUTS, BLOCK_PAIRS], tl.float32)
     total_up = tl.zeros([BLOCK_OUTPUTS, BLOCK_PAIRS], tl.float32)
     for start in tl.range(0, INPUTS, BLOCK_INPUTS, num_stages=STAGES):
@@ -225,7 +228,7 @@ def _block_products(
             inputs = load_inside(source, (start + column < INPUTS)[:, None], INPUTS % BLOCK_INPUTS == 0)
             total_up += dot(weights.load([weight_row + OUTPUTS, start]), inputs)
         else:
-            inputs = x.load([first, offset_after_previous(start, BLOCK_INPUTS, PDL)]).T
+            inputs = x.load([first, offset_after_previous(start, BLOCK_INPUTS, AHEAD)]).T
         total += dot(weight, inputs)
     if GATED:
         total = total * tl.sigmoid(total) * total_up

@@ -133,7 +133,7 @@ def _route_kernel(
         x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0)
         y = (x.to(tl.float32) * factor).to(x.dtype).to(tl.float32) * weight  # rounded between, as by norm.rms_norm
         tl.store(y_ptr + token * HIDDEN_SIZE + column, y.to(x.dtype), mask=inside)
-    chosen, p = _best_experts(logit * factor, TOP_K, RENORMALIZE, EXPERTS, PLACES)
+    chosen, p = best_experts(logit * factor, TOP_K, RENORMALIZE, EXPERTS, PLACES)
     local = chosen - first
     here = (local >= 0) & (local < num_local) & (slot >= 0)
     tl.store(probabilities_ptr + token * TOP_K + place, p, mask=place < TOP_K)
@@ -141,7 +141,7 @@ def _route_kernel(
 
 
 @triton.jit
-def _best_experts(
+def best_experts(
     logit: tl.tensor, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The TOP_K best experts of one token and their probabilities, [PLACES]. They differ, whatever the logits are.

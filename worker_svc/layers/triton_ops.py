@@ -69,10 +69,11 @@ class TritonOps:
         """See Ops: matrix-vector products for one token, grouped products for more. The residual becomes the sum."""
         weight, eps, pdl = norm.weight, norm.eps, self._pdl
         choice = Choice(routing.top_k, routing.renormalize, experts.first, len(experts.gate_up))
-        y, routed = norm_route(x, weight, eps, routing.weight, slot_mapping, choice, pdl=pdl)
         if len(x) == 1:
-            activated = gated_products_of_one(y, experts.gate_up, routed, pdl=pdl)
-            return weighted_sum_of_one(activated, experts.down, routed, residual, pdl=pdl)
+            logits = self.norm_linear(x, norm, routing.weight)
+            activated = gated_products_of_one(x, weight, eps, logits, experts.gate_up, choice, pdl=pdl)
+            return weighted_sum_of_one(activated, experts.down, logits, choice, residual, pdl=pdl)
+        y, routed = norm_route(x, weight, eps, routing.weight, slot_mapping, choice, pdl=pdl)
         num_experts = len(routing.weight)
         return experts_add(y, routed, experts.gate_up, experts.down, residual, num_experts=num_experts, pdl=pdl)
 
