@@ -50,9 +50,9 @@ unit: $(VENV)/.develops $(VENV)-scheduler/.runs
 	$(VENV)-scheduler/bin/python -m pytest tests/core tests/shared
 	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service
 
-# Tests of all parts together: real processes, real gRPC, killed and stopped.
+# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services.
 service: $(VENV)/.develops
-	$(BIN)/python -m pytest tests/service
+	$(BIN)/python -m pytest -n auto --dist loadfile tests/service
 
 clean:
 	rm -rf $(VENV) $(VENV)-scheduler *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

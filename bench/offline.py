@@ -89,7 +89,6 @@ class Engine:
         self.context = limits.max_model_len
         self._core = Scheduler(
             CoreConfig(
-                num_groups=1,
                 vocabulary_size=limits.vocabulary_size,
                 max_model_length=limits.max_model_len,
                 block_size=limits.block_size,

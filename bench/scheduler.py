@@ -139,7 +139,6 @@ def admission(length: int, repeats: int, block_size: int) -> list[Point]:
 
 def _core(slots: int, longest: int, num_blocks: int, block_size: int, tokens: int = 8192) -> Scheduler:
     config = CoreConfig(
-        num_groups=1,
         vocabulary_size=VOCABULARY_SIZE,
         max_model_length=longest,
         block_size=block_size,

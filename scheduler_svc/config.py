@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler_svc.resolve import check_target
 from shared.errors import StartupError
 from shared.settings import check_bounds
 from shared.types import DEPTH_LIMIT
@@ -15,7 +16,8 @@ class SchedulerConfig:
     model: Path
     """Model folder: configuration, tokenizer and chat template. The weights are the workers' matter."""
     workers: tuple[str, ...]
-    """Endpoints of the worker groups, host:port."""
+    """Worker groups, each as host:port; or dns:///name:port, where each address that the name has, now or later, is
+    one: a headless Service of Kubernetes."""
     model_name: str | None = None
     """Name told to clients; None means the folder's name."""
     host: str = "127.0.0.1"
@@ -37,7 +39,10 @@ class SchedulerConfig:
     idle group is asked twice a second. The core and the frontends have as long to turn before they are killed and
     started again."""
     worker_loss_timeout: float = 60.0
-    """Seconds without any worker group after which waiting requests end UNAVAILABLE."""
+    """Seconds without any worker group after which waiting requests end UNAVAILABLE; also those that wait for one group
+    because they fit no other one."""
+    resolve_interval: float = 5.0
+    """Seconds between two looks at the addresses of the workers' names."""
     grammar_timeout: float = 5.0
     """Seconds that compiling a request's grammar may take; then the request is refused."""
     drain_timeout: float = 30.0
@@ -61,9 +66,9 @@ class SchedulerConfig:
         check_bounds(self, ("worker_loss_timeout", "drain_timeout"), 0)
         check_bounds(self, ("grammar_timeout",), 0.1)
         if not self.workers:
-            raise StartupError("--workers: at least one host:port is needed")
+            raise StartupError("--workers: at least one host:port or dns:///name:port is needed")
+        check_bounds(self, ("resolve_interval",), 0.1)
         for endpoint in self.workers:
-            if not endpoint.rpartition(":")[2].isdigit():
-                raise StartupError(f"--workers {endpoint}: host:port is needed")
+            check_target(endpoint)
             if self.workers.count(endpoint) > 1:
                 raise StartupError(f"--workers {endpoint}: given twice; each worker group has its own")

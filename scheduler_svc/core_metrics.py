@@ -21,14 +21,15 @@ def core_metrics(engine: Engine, model_name: str) -> Iterator[Metric]:
     yield info("tandem_build_info", "Version of Tandem and name of the served model.", labels)
     yield from _load(load, engine.block_size)
     yield from _counts(load.counters)
-    yield from _groups(engine.links, load)
-    yield from _steps(engine.links)
+    links = list(engine.workers.links.values())
+    yield from _groups(links, load)
+    yield from _steps(links)
 
 
 def _load(load: Load, block_size: int) -> Iterator[Metric]:
-    blocks = sum(group.total_blocks for group in load.groups)
-    held = blocks - sum(group.free_blocks for group in load.groups)
-    running = sum(group.running for group in load.groups)
+    blocks = sum(group.total_blocks for group in load.groups.values())
+    held = blocks - sum(group.free_blocks for group in load.groups.values())
+    running = sum(group.running for group in load.groups.values())
     yield gauge("tandem_num_requests_waiting", "Sequences that wait for admission.", load.queued)
     yield gauge("tandem_num_requests_running", "Sequences that hold K/V blocks.", running)
     usage = held / blocks if blocks else 0.0
@@ -44,19 +45,23 @@ def _counts(counts: Counters) -> Iterator[Metric]:
     yield counter("tandem_sampled_tokens", "Sampled tokens that their sequences took.", counts.sampled_tokens)
     yield counter("tandem_wasted_rows", "Sampled tokens dropped: their sequence had ended or left.", counts.stale_rows)
     yield counter("tandem_num_preemptions", "Sequences put back to the queue for lack of blocks.", counts.preemptions)
-    yield counter("tandem_replays", "Sequences computed again because their worker was lost.", counts.requeued)
+    yield counter("tandem_replays", "Sequences computed again: their worker was lost or drained.", counts.requeued)
     yield counter("tandem_failed_rows", "Requests ended because their logits were not finite.", counts.failed_rows)
     yield counter("tandem_quarantined", "Requests ended because workers kept being lost with them.", counts.quarantined)
 
 
 def _groups(links: list[WorkerLink], load: Load) -> Iterator[Metric]:
-    by_worker = {link.endpoint: group for link, group in zip(links, load.groups, strict=True)}
+    by_worker = {link.endpoint: load.groups.get(link.group, GroupLoad()) for link in links}
 
     def of(read: Callable[[GroupLoad], float]) -> Mapping[str, float]:
         return {endpoint: read(group) for endpoint, group in by_worker.items()}
 
     connected = {link.endpoint: float(link.is_connected) for link in links}
     yield gauge("tandem_group_connected", "1 while the group's plan stream is open.", connected, "worker")
+    refused = {link.endpoint: float(link.is_refused) for link in links}
+    yield gauge("tandem_group_refused", "1 while the group answers and can't serve here.", refused, "worker")
+    draining = of(lambda group: group.draining)
+    yield gauge("tandem_group_draining", "1 while the group is about to leave.", draining, "worker")
     yield gauge("tandem_group_running", "Sequences running on the group.", of(lambda group: group.running), "worker")
     total = of(lambda group: group.total_blocks)
     yield gauge("tandem_group_kv_blocks", "K/V blocks of the group's pool.", total, "worker")

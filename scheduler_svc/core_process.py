@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core_metrics import core_metrics
-from scheduler_svc.engine import Engine
+from scheduler_svc.engine import Engine, Outgrown
 from scheduler_svc.process_metrics import process_metrics
 from scheduler_svc.snapshots import push
 from shared.errors import StartupError
@@ -67,6 +67,9 @@ def main() -> int:
     except StartupError as error:
         print(f"tandem scheduler: {error}", file=sys.stderr)
         return STARTUP_FAILED
+    except Outgrown as error:
+        print(f"tandem scheduler: {error}: the core starts again", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -6,23 +6,33 @@ loop, so that all of them are taken before the next schedule(). Decides nothing 
 
 import asyncio
 import time
+from dataclasses import replace
 
 from scheduler_svc.cache_news import CacheReporter
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.core import RETRY_AFTER_MS, Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
+from scheduler_svc.core import Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
+from scheduler_svc.early import EarlyRequests
 from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
 from scheduler_svc.monitor import Monitor
-from scheduler_svc.worker_client import WorkerLink
-from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
+from scheduler_svc.resolve import is_name
+from scheduler_svc.worker_client import Misfit
+from scheduler_svc.worker_groups import WorkerGroups
+from shared.errors import Aborted, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.types import StepPlan, StepResult, WorkerDescription
 
 STATE_INTERVAL_S = 0.5
+SETTLE_S = 1.0
+"""After the first worker: how long requests that were there before wait for the others, to know what fits anywhere."""
 MASK_PATIENCE_S = 0.002
 """How long constrained sequences wait for each other's masks while their worker idles: one whose grammar is slow must
 not hold up the others."""
+
+
+class Outgrown(TandemError):
+    """Only a worker is left that needs another core than this one: the process ends, and its successor takes it."""
 
 
 class Engine:
@@ -36,19 +46,17 @@ class Engine:
         self._served: WorkerDescription | None = None
         self._frontends = FrontendLinks(self)
         self._cache = CacheReporter(self._frontends.tell_cache)
-        self.links = [
-            WorkerLink(group, endpoint, self, instance=instance, step_timeout=config.step_timeout)
-            for group, endpoint in enumerate(config.workers)
-        ]
+        self.workers = WorkerGroups(config, self, instance=instance)
         self._due: set[int] = set()
         self._gathering: set[int] = set()
         """Groups with a timer that ends a wait for masks."""
         self._owners: dict[int, set[int]] = {}
         """Live keys of each frontend connection."""
-        self._early: dict[int, Request] = {}
-        """Requests that came before the first worker, by key."""
-        self._early_masks: dict[int, tuple[int, bytes]] = {}
-        """What mask_ready said of them, by key."""
+        self._early = EarlyRequests(config.max_queue)
+        self._settled = False
+        """The workers that were to be expected are there: requests go to the core at once."""
+        self._away: dict[int, float] = {}
+        """Since when each group that has been there is not."""
         self._without_worker_since: float | None = None
         self._progressed = time.monotonic()
         """When a step was planned or gave tokens, or nothing was there to do."""
@@ -59,7 +67,7 @@ class Engine:
         """Serves until cancelled. Raises StartupError where a worker serves another model, and what `broke` tells."""
         self._broken = asyncio.get_running_loop().create_future()
         async with await self._frontends.serve(socket_path):
-            await asyncio.gather(self._broken, self._tell_state(), *(link.run() for link in self.links))
+            await asyncio.gather(self._broken, self._tell_state(), self.workers.run())
 
     def broke(self, error: Exception) -> None:
         """A bug: the state can't be trusted. The process ends; its successor gets every request again."""
@@ -69,14 +77,14 @@ class Engine:
     @property
     def held(self) -> int:
         """Entries of all per-request maps, the core's included: 0 when nothing is live."""
-        early = len(self._early) + len(self._early_masks)
-        return early + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
+        return self._early.held + sum(map(len, self._owners.values())) + (self._core.num_live if self._core else 0)
 
     def load(self) -> Load:
         """How busy the service is; before the first worker, who waits for one."""
         if self._core is None:
-            return Load(len(self._early), (GroupLoad(),) * len(self.links), Counters())
-        return self._core.load()
+            return Load(len(self._early), {}, Counters())
+        load = self._core.load()
+        return replace(load, queued=load.queued + len(self._early))
 
     @property
     def block_size(self) -> int:
@@ -91,22 +99,19 @@ class Engine:
 
     def state(self) -> core_pb2.CoreState:
         """What frontends need to know."""
-        state = core_pb2.CoreState(active=any(link.is_connected for link in self.links))
+        state = core_pb2.CoreState(active=self.workers.any_connected)
         state.progressing = not self.held or time.monotonic() - self._progressed < self._config.step_timeout
+        load = self.load()
+        state.queued = load.queued
+        state.running = sum(group.running for group in load.groups.values())
+        for link in self.workers.links.values():
+            group = load.groups.get(link.group, GroupLoad())
+            values = {name: getattr(group, name) for name in GroupLoad.__dataclass_fields__}
+            state.groups.add(endpoint=link.endpoint, connected=link.is_connected, problem=link.problem, **values)
         if self._core is None or self._served is None:
             return state
-        load = self._core.load()
-        state.queued = load.queued
-        for link, group in zip(self.links, load.groups, strict=True):
-            state.groups.add(
-                endpoint=link.endpoint,
-                connected=link.is_connected,
-                running=group.running,
-                total_blocks=group.total_blocks,
-                free_blocks=group.free_blocks,
-            )
-        state.running = sum(group.running for group in load.groups)
-        state.max_running = self._core.config.max_num_seqs * len(self.links)
+        fitting = sum(not link.is_refused for link in self.workers.links.values())
+        state.max_running = self._core.config.max_num_seqs * fitting
         state.model.dtype = self._served.dtype
         state.model.context_limit = self._core.context_limit
         state.model.vocabulary_size = self._served.vocabulary_size
@@ -117,50 +122,42 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Raises a TandemError to refuse it. Before the first worker it waits: after a restart of this process the
         frontends come back sooner than the workers."""
-        if self._core is None:
-            if len(self._early) >= self._config.max_queue and not request.again:
-                raise QueueFull(f"{len(self._early)} requests wait for a worker: try again later", RETRY_AFTER_MS)
-            self._early[request.key] = request
+        if self._core is None or not self._settled:
+            self._early.add(request)
         else:
             self._core.submit(request)
         self._owners.setdefault(peer_of(request.key), set()).add(request.key)
         self._settle()
 
-    def _submit_early(self, core: Scheduler) -> None:
-        for key, request in list(self._early.items()):
-            try:
-                core.submit(request)
-                if key in self._early_masks:
-                    core.mask_ready(key, *self._early_masks[key])
-            except TandemError as error:
+    def _submit_early(self) -> None:
+        """Once: what fits no pool can be told now."""
+        if not self._settled:
+            self._settled = True
+            for key, error in self._early.hand_over(self._running_core):
                 self._end_early(key, error)
-        self._early.clear()
-        self._early_masks.clear()
-        self._settle()
+            self._settle()
 
     def _end_early(self, key: int, error: TandemError) -> None:
-        del self._early[key]
-        self._early_masks.pop(key, None)
+        self._early.drop(key)
         self._forget(key)
         self._frontends.end(key, error)
 
     def _settle(self) -> None:
-        """What submit and worker_ready bring about beyond their answer: ends of sequences, rows to plan."""
+        """What a verb of the core brings about beyond its answer: ends of sequences, rows to plan."""
         if self._core is not None:
             self._deliver(self._core.take_outputs())
             self._wake_all()
 
     def cancel(self, key: int) -> None:
         """The frontend expects no answer."""
-        self._early.pop(key, None)
-        self._early_masks.pop(key, None)
+        self._early.drop(key)
         self._forget(key)
         if self._core is not None and self._core.abort(key):
             self._wake_all()
 
     def abort_by_id(self, request_id: str) -> bool:
         """Ends its sequences on whatever frontends they are."""
-        keys = [key for key, request in self._early.items() if request.request_id == request_id]
+        keys = self._early.keys_of(request_id)
         keys += self._core.keys_of(request_id) if self._core is not None else []
         for key in keys:
             self.cancel(key)
@@ -169,11 +166,11 @@ class Engine:
 
     def mask_ready(self, key: int, position: int, allowed: bytes) -> None:
         """A constrained sequence may go on."""
-        if self._core is not None:
+        if key in self._early:
+            self._early.mask_ready(key, position, allowed)
+        elif self._core is not None:
             self._core.mask_ready(key, position, allowed)
             self._wake_all()
-        elif key in self._early:
-            self._early_masks[key] = (position, allowed)
 
     def watch_cache(self, peer: int, watch: bool) -> None:
         """A frontend begins or ends following what is cached."""
@@ -212,19 +209,20 @@ class Engine:
     def described(self, group: int, description: WorkerDescription) -> None:
         """The first group's answer fixes the core's configuration; the others must fit it.
 
-        Raises StartupError where nothing can be served, ValueError where only this group can't serve.
+        Raises Misfit where this group can't serve, StartupError where it is the only one that there will ever be.
         """
-        problem = foreign(description, self._config, self._fingerprint)
-        if self._core is not None:
-            if problem := problem or smaller(description, self._core.config):
-                raise ValueError(problem)
-            return
-        if problem:
-            raise StartupError(f"worker {self.links[group].endpoint} {problem}")
-        self._core = Scheduler(core_config(self._config, description, self._hash_seed))
-        self._served = description
-        self._cache.attach(self._core.cache_watch)
-        self._submit_early(self._core)
+        endpoint = self.workers.links[group].endpoint
+        if problem := foreign(description, self._config, self._fingerprint):
+            alone = len(self._config.workers) == 1 and not is_name(self._config.workers[0])
+            raise StartupError(f"worker {endpoint} {problem}") if alone and self._core is None else Misfit(problem)
+        if self._core is None:
+            self._core = Scheduler(core_config(self._config, description, self._hash_seed))
+            self._served = description
+            self._cache.attach(self._core.cache_watch)
+        elif problem := smaller(description, self._core.config):
+            if not self._core.load().groups:
+                self.broke(Outgrown(f"worker {endpoint} {problem}, which is gone"))
+            raise Misfit(problem)
 
     @property
     def _running_core(self) -> Scheduler:
@@ -239,8 +237,13 @@ class Engine:
 
     def connected(self, group: int) -> None:
         """The group holds the lease: it may get rows."""
+        self._away.pop(group, None)
+        if self.workers.all_connected:
+            self._submit_early()
+        elif not self._settled:
+            asyncio.get_running_loop().call_later(SETTLE_S, self._submit_early)
         self._frontends.broadcast(self.state())
-        self._wake(group)
+        self._wake_all()
 
     def heartbeat(self, group: int) -> StepPlan:
         """A plan without rows, the next in the log."""
@@ -254,35 +257,47 @@ class Engine:
         self._plan(group)
         self._deliver(outputs)
         self._deliver(self._running_core.take_outputs())
-        if result.draining and not self._running_core.load().groups[group].running:
-            self.links[group].close()
+        if result.draining:
+            self._wake_all()  # others may have room for what runs there
+            if not self._running_core.load().groups[group].running:
+                self.workers.links[group].close()
 
     def lost(self, group: int) -> None:
         """Its sequences go back to the queue: to other groups at once, or to wait for its return."""
+        self._away.setdefault(group, time.monotonic())
         self._deliver(self._running_core.worker_lost(group))
         self._cache.tell()
         self._frontends.broadcast(self.state())
         self._wake_all()
 
     def _end_without_worker(self) -> None:
-        """After the worker loss timeout, whoever waits is told; also where none has come yet."""
+        """After the worker loss timeout, whoever waits is told; also where none has come yet, and who waits for one
+        group alone."""
         now = time.monotonic()
-        if any(link.is_connected for link in self.links):
+        if self.workers.any_connected:
             self._without_worker_since = None
+            self._forget_away(now)
         elif self._without_worker_since is None:
             self._without_worker_since = now
         elif now - self._without_worker_since > self._config.worker_loss_timeout:
             error = Unavailable(f"no worker for {self._config.worker_loss_timeout:g} s: try again later")
-            for key in list(self._early):
+            for key in self._early.all_keys():
                 self._end_early(key, error)
             if self._core is not None:
                 self._deliver(self._core.end_all(error))
 
+    def _forget_away(self, now: float) -> None:
+        timeout = self._config.worker_loss_timeout
+        for group in [group for group, since in self._away.items() if now - since > timeout]:
+            del self._away[group]
+            error = Unavailable(f"the worker that could hold this request has been away for {timeout:g} s")
+            self._deliver(self._running_core.forget_group(group, error))
+
     # Planning.
 
     def _wake_all(self) -> None:
-        for link in self.links:
-            self._wake(link.group)
+        for group in self.workers.links:
+            self._wake(group)
 
     def _wake(self, group: int) -> None:
         """Plans once after this turn of the loop, however many events it brought."""
@@ -301,7 +316,9 @@ class Engine:
 
     def _plan(self, group: int, patient: bool = True) -> None:
         self._due.discard(group)
-        link = self.links[group]
+        link = self.workers.links.get(group)
+        if link is None:
+            return
         depth = self._config.depth or link.depth
         while link.is_connected and len(link.outstanding) < depth:
             plan = self._running_core.schedule(group, patient=patient)
@@ -320,7 +337,8 @@ class Engine:
 
     def _end_gathering(self, group: int) -> None:
         self._gathering.discard(group)
-        self._plan_woken(group, patient=bool(self.links[group].outstanding))
+        if group in self.workers.links:
+            self._plan_woken(group, patient=bool(self.workers.links[group].outstanding))
 
     def _deliver(self, outputs: StepOutputs) -> None:
         """What a plan started or put back is told at once, not with its result: frontends take the times."""

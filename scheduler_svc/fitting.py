@@ -17,8 +17,9 @@ def foreign(worker: WorkerDescription, config: SchedulerConfig, fingerprint: str
 
 def smaller(worker: WorkerDescription, core: CoreConfig) -> str:
     """Why the worker can't take the plans of a core that another worker was the measure of; empty if it can."""
-    if worker.block_size != core.block_size:
-        return f"has blocks of {worker.block_size} tokens, the first one had {core.block_size}"
+    for name in ("block_size", "vocabulary_size"):
+        if getattr(worker, name) != getattr(core, name):
+            return f"has {name} {getattr(worker, name)}, the first one had {getattr(core, name)}"
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_length"):
         if getattr(worker, name) < getattr(core, name):
             return f"has {name} {getattr(worker, name)}, the first one had {getattr(core, name)}"
@@ -29,7 +30,6 @@ def core_config(config: SchedulerConfig, worker: WorkerDescription, hash_seed: i
     """What the operator asked for, as far as the worker can. Raises StartupError where that contradicts itself."""
     most_seqs, most_tokens = worker.max_num_seqs, worker.max_num_batched_tokens
     return CoreConfig(
-        num_groups=len(config.workers),
         vocabulary_size=worker.vocabulary_size,
         max_model_length=worker.max_model_length,
         block_size=worker.block_size,

@@ -30,6 +30,7 @@ _CAUSES = {
     RequeueCause.PREEMPTED: core_pb2.REQUEUE_CAUSE_PREEMPTED,
     RequeueCause.WORKER_LOST: core_pb2.REQUEUE_CAUSE_WORKER_LOST,
     RequeueCause.TAINTED: core_pb2.REQUEUE_CAUSE_TAINTED,
+    RequeueCause.DRAINED: core_pb2.REQUEUE_CAUSE_DRAINED,
 }
 
 _log = structlog.get_logger(__name__)

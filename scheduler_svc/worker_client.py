@@ -14,7 +14,7 @@ import structlog
 from grpc import StatusCode, aio
 
 from scheduler_svc.link_counts import LinkCounts
-from shared.errors import ProtocolError, StartupError
+from shared.errors import ProtocolError, StartupError, TandemError
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.rpc import make_channel
 from shared.types import DEPTH_LIMIT, StepPlan, StepResult, WorkerDescription
@@ -25,6 +25,10 @@ REDIAL_S = 0.2
 SMOOTHING = 0.1
 
 _log = structlog.get_logger(__name__)
+
+
+class Misfit(TandemError):
+    """The group answers, and can't serve beside the others, or not this model."""
 
 
 class _Sent(NamedTuple):
@@ -41,13 +45,13 @@ class WorkerListener(Protocol):
     """Who decides. Each call is short and never awaits."""
 
     def described(self, group: int, description: WorkerDescription) -> None:
-        """The group answered. Raises StartupError if it can't serve here."""
+        """The group answered. Raises Misfit if it can't serve here, StartupError if that leaves nobody who could."""
 
     def opened(self, group: int, description: WorkerDescription) -> StepPlan:
         """A stream is being opened: the plan that opens its epoch."""
 
     def connected(self, group: int) -> None:
-        """The worker accepted the stream."""
+        """The worker accepted the stream: its first result was told just now."""
 
     def heartbeat(self, group: int) -> StepPlan:
         """No plan went out for a while: one without rows."""
@@ -60,7 +64,7 @@ class WorkerListener(Protocol):
 
 
 class WorkerLink:
-    """One worker group, over all its losses and returns."""
+    """One worker group, over all its losses and returns, as long as it is wanted."""
 
     def __init__(
         self, group: int, endpoint: str, listener: WorkerListener, *, instance: int, step_timeout: float
@@ -68,6 +72,12 @@ class WorkerLink:
         self.group = group
         self.endpoint = endpoint
         self.is_connected = False
+        self.is_wanted = True
+        """If not, it is dialled no more once its stream has ended."""
+        self.is_refused = False
+        """It answers, and can't serve here."""
+        self.problem = "not reached yet"
+        """Why it is not connected."""
         self.outstanding: deque[_Sent] = deque()
         """Plans without a result."""
         self.counts = LinkCounts()
@@ -78,8 +88,6 @@ class WorkerLink:
         self._closed = False
         """The open stream is ended on purpose."""
         self._last_sent = 0.0
-        self._reported = ""
-        """Why there is no worker, as last logged."""
         self._round_trip_s = 0.0
         self._step_s = 0.0
 
@@ -110,25 +118,33 @@ class WorkerLink:
         self._plans.put_nowait(None)
 
     async def run(self) -> None:
-        """Serves the group until cancelled. Raises StartupError where the group can't serve this model at all."""
-        while True:
+        """Serves the group until it is lost and not wanted any more. Raises StartupError where nobody can serve."""
+        while self.is_wanted:
             channel = make_channel(self.endpoint)
             try:
                 await self._serve(worker_pb2_grpc.WorkerServiceStub(channel))
             except StartupError:
                 raise
-            except (aio.AioRpcError, TimeoutError, ValueError, ProtocolError) as error:
-                reason = _reason(error)
-                if reason != self._reported:
-                    _log.warning("no worker", endpoint=self.endpoint, reason=reason)
-                self._reported = reason
+            except (aio.AioRpcError, TimeoutError, ValueError, ProtocolError, Misfit) as error:
+                self._missed(error)
             finally:
                 await channel.close()
             await asyncio.sleep(REDIAL_S)
 
+    def _missed(self, error: Exception) -> None:
+        """Logged when the reason changes: it is dialled several times a second."""
+        reason = _reason(error)
+        self.is_refused = isinstance(error, Misfit)
+        if reason != self.problem:
+            _log.warning("worker refused" if self.is_refused else "no worker", endpoint=self.endpoint, reason=reason)
+        self.problem = reason
+
     async def _serve(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> None:
         description = await self._describe(stub)
+        if description.draining:
+            raise ValueError("it is being drained")
         self._listener.described(self.group, description)
+        self.is_refused = False
         self._plans = asyncio.Queue()
         self._closed = False
         self.outstanding.clear()
@@ -144,6 +160,7 @@ class WorkerLink:
             beat.cancel()
             call.cancel()
             self.is_connected = False
+            self.problem = self.problem or "let go"
             self._listener.lost(self.group)
 
     async def _describe(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> WorkerDescription:
@@ -175,16 +192,16 @@ class WorkerLink:
             async with asyncio.timeout(self._step_timeout):
                 message = await call.read()
             if not isinstance(message, worker_pb2.StepResult):
-                raise ValueError("the worker ended the plan stream")
+                raise ValueError("it is drained" if self._closed else "the worker ended the plan stream")
             if message.instance != self._instance:
                 continue
             self._measure(message)
-            if not self.is_connected:
-                self.is_connected = True
-                self._reported = ""
+            joins, self.is_connected = not self.is_connected, True
+            self._listener.result(self.group, result_from_pb(message))
+            if joins:
+                self.problem = ""
                 _log.info("worker connected", endpoint=self.endpoint)
                 self._listener.connected(self.group)
-            self._listener.result(self.group, result_from_pb(message))
 
     def _measure(self, message: worker_pb2.StepResult) -> None:
         """Keeps `depth`'s inputs: a plan sent with none out comes back after one step and one round trip."""

@@ -151,3 +151,4 @@ class WorkerDescription:
     max_num_batched_tokens: int
     version: str
     attention: str
+    draining: bool = False

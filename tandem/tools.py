@@ -1,4 +1,4 @@
-"""The commands `tandem top`, `tandem bench`, `tandem batch`: for a service that runs. Parses; the work is elsewhere."""
+"""The commands `tandem top`, `bench`, `batch` and `drain`: for a service that runs. Parses; the work is elsewhere."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,8 @@ from tandem import top
 from tandem.batch import command as batch
 from tandem.bench import command as bench
 from tandem.client import DEFAULT_ENDPOINT
-from tandem.help import USE, Command, examples
+from tandem.drain import drain
+from tandem.help import RUN, USE, Command, examples
 from tandem.options import parameters, with_parameters
 from tandem.talk import connected
 
@@ -78,6 +79,20 @@ def _batch(
         raise TandemError(problem)
 
 
+def _drain(
+    worker: Annotated[str, typer.Argument(help="host:port of the worker group.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait, 0.1 to 86400; then the status is 1.")] = 60.0,
+) -> None:
+    """Takes a worker out of service: its requests move to other workers, and it gets no new ones.
+
+    Ends when no scheduler holds the worker. The process goes on until it is told to stop; to use it again, restart it.
+    """
+    if not 0.1 <= timeout <= 86400:
+        raise StartupError(f"--timeout {timeout:g}: 0.1 to 86400 is needed")
+    drain(worker, timeout)
+    print(f"{worker} is drained: it may be stopped")
+
+
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     top_examples = examples("tandem top --interval 0.5", "tandem top --once")
@@ -93,3 +108,5 @@ def register(app: typer.Typer) -> None:
     app.command("batch", cls=Command, rich_help_panel=USE, epilog=batch_examples)(
         with_parameters(_batch, parameters(batch.BatchConfig))
     )
+    drain_examples = examples("tandem drain 10.0.0.2:50052")
+    app.command("drain", cls=Command, rich_help_panel=RUN, epilog=drain_examples)(_drain)

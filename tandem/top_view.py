@@ -63,12 +63,16 @@ def _workers(workers: Sequence[WorkerLoad]) -> Table:
     for worker in workers:
         used = worker.total_blocks - worker.free_blocks
         share = used / worker.total_blocks if worker.total_blocks else 0.0
-        state = Text("connected", "green") if worker.connected else Text("away", "bold red")
         bar = ProgressBar(total=1.0, completed=share, width=20)
-        table.add_row(
-            worker.endpoint, state, f"{worker.running}", bar, f"{share:.0%} of {worker.total_blocks:,} blocks"
-        )
+        detail = worker.problem or f"{share:.0%} of {worker.total_blocks:,} blocks"
+        table.add_row(Text(worker.endpoint), _state(worker), f"{worker.running}", bar, Text(detail))
     return table
+
+
+def _state(worker: WorkerLoad) -> Text:
+    if not worker.connected:
+        return Text("away", "bold red")
+    return Text("draining", "yellow") if worker.draining else Text("connected", "green")
 
 
 def _latencies(requests: Sequence[RequestStats]) -> Table:

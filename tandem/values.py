@@ -120,6 +120,10 @@ class WorkerLoad:
     running: int
     total_blocks: int
     free_blocks: int
+    draining: bool = False
+    """It gets no new requests: it is about to leave."""
+    problem: str = ""
+    """Why it is not connected."""
 
 
 @dataclass(frozen=True, slots=True)

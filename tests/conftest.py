@@ -5,9 +5,13 @@ No test has a time limit of its own: machines are shared.
 """
 
 import os
+import signal
 from importlib.util import find_spec
 
 from hypothesis import settings
+
+# A script's background job ignores Ctrl-C, and so would every service that is started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("tandem", deadline=None)
 settings.load_profile("tandem")

@@ -65,11 +65,12 @@ class WorkerConfig:
     attention: str = "auto"
     """What computes attention: auto, fa3 or fa2 (FlashAttention), triton (own kernel for decode) or torch."""
     lease_timeout: float = 3.0
-    """Seconds without a plan, none being executed, after which a scheduler's stream ends."""
+    """Seconds without a plan, none being executed, after which a scheduler's stream ends; at least 1, because an idle
+    scheduler sends one twice a second."""
     step_timeout: float = 10.0
     """Seconds without progress after which a rank counts as hung."""
     drain_timeout: float = 30.0
-    """Seconds that a stopping worker lets the scheduler's stream go on."""
+    """Seconds that a stopping worker lets the scheduler's stream go on, for sequences that no other worker takes."""
     threads: int = 1
     """CPU threads per rank for matrix operations."""
 
@@ -84,9 +85,9 @@ class WorkerConfig:
         check_bounds(self, ("drain_timeout", "load_seed"), 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it is above 0, at most 1")
-        for name in ("lease_timeout", "step_timeout"):
-            if not getattr(self, name) > 0:
-                raise StartupError(f"{_flag(name)} {getattr(self, name)}: seconds above 0 are needed")
+        check_bounds(self, ("lease_timeout",), 1)
+        if not self.step_timeout > 0:
+            raise StartupError(f"--step-timeout {self.step_timeout}: seconds above 0 are needed")
         _one_of("device", self.device, DEVICES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)

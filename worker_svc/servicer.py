@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -33,7 +34,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Any) -> worker_pb2.DescribeResponse:
         """Answers once the group is warm."""
         _, description = await asyncio.shield(self._warm)
-        return description_to_pb(description)
+        return description_to_pb(replace(description, draining=self.draining))
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
+        """Answers once no scheduler holds the group."""
+        self.draining = True
+        await self.lease.released()
+        return worker_pb2.DrainResponse()
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Any

@@ -21,10 +21,9 @@ class CacheChanges:
 class CacheWatch:
     """Collects only while somebody watches: nothing is kept otherwise."""
 
-    def __init__(self, groups: Mapping[int, Group], num_groups: int) -> None:
-        """`groups` holds those that are there, of the numbers below `num_groups`."""
+    def __init__(self, groups: Mapping[int, Group]) -> None:
+        """`groups` holds those that are there, by number."""
         self._groups = groups
-        self._num_groups = num_groups
         self._watching = False
         self._cleared: set[int] = set()
         """Groups whose cache was lost since the last take()."""
@@ -46,10 +45,9 @@ class CacheWatch:
             self._cleared.add(number)
 
     def contents(self) -> Iterator[CacheChanges]:
-        """Everything that is cached now. O(pools)."""
-        for number in range(self._num_groups):
-            group = self._groups.get(number)
-            yield CacheChanges(number, True, [*group.pool.prefix.entered()] if group is not None else [])
+        """Everything that is cached now; groups that are away have nothing. O(pools)."""
+        for number, group in self._groups.items():
+            yield CacheChanges(number, True, [*group.pool.prefix.entered()])
 
     def take(self) -> list[CacheChanges]:
         """What is new since the last time."""

@@ -9,8 +9,6 @@ from shared.errors import StartupError
 class CoreConfig:
     """Raises StartupError where the values contradict each other."""
 
-    num_groups: int
-    """Worker groups, numbered from 0."""
     vocabulary_size: int
     """Number of token ids; every id is within [0, vocabulary_size)."""
     max_model_length: int
@@ -31,7 +29,7 @@ class CoreConfig:
     """Seed of the prefix cache's hash, 64 bits, drawn at random by each process."""
 
     def __post_init__(self) -> None:
-        for name in ("num_groups", "vocabulary_size", "max_model_length", "block_size", "max_num_seqs", "max_queue"):
+        for name in ("vocabulary_size", "max_model_length", "block_size", "max_num_seqs", "max_queue"):
             if getattr(self, name) < 1:
                 raise StartupError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

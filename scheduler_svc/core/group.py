@@ -63,7 +63,7 @@ class Group:
         self.answered = 0
         """Step id of the last result."""
         self.draining = False
-        """The worker is shutting down: nothing new goes there."""
+        """The worker is about to leave: nothing new goes there."""
         self.prefilling: dict[int, Sequence] = {}
         """By slot: sequences with known tokens still to be put into a plan."""
         self.masked: dict[int, Sequence] = {}
@@ -75,6 +75,11 @@ class Group:
         self.suspects: set[Sequence] = set()
         """Running sequences that were admitted as suspects (see quarantine)."""
         self._config = config
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it answered its first plan. Until then another scheduler may hold the worker."""
+        return self.answered > 0
 
     @property
     def is_gathering(self) -> bool:

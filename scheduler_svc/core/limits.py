@@ -10,7 +10,7 @@ from shared.types import IntArray
 
 
 class Limits:
-    """The model's length and the pools of all groups as last known, those that are away included: they may return."""
+    """The model's length and the pools of the groups, those that are away and waited for included."""
 
     def __init__(self, config: CoreConfig) -> None:
         self._config = config
@@ -19,6 +19,10 @@ class Limits:
     def set_pool(self, group: int, num_blocks: int) -> None:
         """A group's pool has this many blocks."""
         self._pools[group] = num_blocks
+
+    def drop_pool(self, group: int) -> None:
+        """A group is not waited for any more."""
+        self._pools.pop(group, None)
 
     @property
     def context_limit(self) -> int:
@@ -35,13 +39,13 @@ class Limits:
         """The longest sequence, prompt and output, that so many blocks hold: the inverse of blocks_needed."""
         return num_blocks * self._config.block_size + 1
 
-    def fits(self, length: int, group: int) -> bool:
-        """Whether the group's pool can hold a sequence of `length` tokens, if it is alone."""
-        return self.blocks_needed(length) <= self._pools[group]
+    def fits(self, length: int, num_blocks: int) -> bool:
+        """Whether a pool of so many blocks can hold a sequence of `length` tokens, if it is alone."""
+        return self.blocks_needed(length) <= num_blocks
 
     def fits_somewhere(self, length: int) -> bool:
         """The same for the largest pool; true while no pool is known."""
-        return not self._pools or self.blocks_needed(length) <= max(self._pools.values())
+        return not self._pools or self.fits(length, max(self._pools.values()))
 
     def length_limit(self, request: Request) -> int:
         """Tokens of prompt and output at which the request ends by length. Raises InvalidRequest if it can never fit.

@@ -1,5 +1,6 @@
 """What the core tells its caller: tokens, starts, ends, load. Knows nothing of who listens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -35,6 +36,8 @@ class RequeueCause(Enum):
     WORKER_LOST = "worker lost"
     TAINTED = "tainted"
     """It shared blocks with a request whose logits had no finite maximum."""
+    DRAINED = "drained"
+    """Its worker is about to leave, and another one had room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """One worker group at this moment; all zero while it is away."""
+    """One worker group at this moment."""
 
     running: int = 0
     """Sequences that hold a slot."""
@@ -124,6 +127,8 @@ class GroupLoad:
     """K/V blocks of its pool."""
     free_blocks: int = 0
     """K/V blocks that no running sequence holds."""
+    draining: bool = False
+    """It is about to leave and gets nothing new."""
 
 
 @dataclass(slots=True)
@@ -135,7 +140,7 @@ class Counters:
     preemptions: int = 0
     """Sequences put back to the queue for lack of blocks."""
     requeued: int = 0
-    """Sequences put back to the queue because their worker was lost."""
+    """Sequences put back to the queue because their worker was lost or drained."""
     prefix_queries: int = 0
     """Prompt tokens of sequences admitted for the first time."""
     prefix_hits: int = 0
@@ -158,6 +163,6 @@ class Load:
 
     queued: int
     """Sequences that wait for admission."""
-    groups: tuple[GroupLoad, ...]
-    """One per worker group, in the order of their numbers."""
+    groups: Mapping[int, GroupLoad]
+    """By number, the worker groups that are there."""
     counters: Counters

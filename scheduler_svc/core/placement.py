@@ -33,11 +33,14 @@ class Placement:
         """Sequences by which a group may be busier than the least loaded and still be preferred for its prefix."""
 
     def allowed(self, group: Group, sequence: Sequence, known: int) -> bool:
-        """Whether the sequence may go to the group at all, when there is room."""
+        """Whether the sequence may go to the group now, when there is room."""
+        return sequence.has_mask(known) and self.takes(group, sequence, known)
+
+    def takes(self, group: Group, sequence: Sequence, known: int) -> bool:
+        """Whether the sequence may go to the group once it can go on at all."""
         return (
             not group.draining
-            and self._limits.fits(sequence.limit, group.number)
-            and sequence.has_mask(known)
+            and self._limits.fits(sequence.limit, group.pool.num_blocks)
             and may_join(group, sequence, known)
         )
 
@@ -56,7 +59,9 @@ class Placement:
         """By number: the other groups that could take the sequence now."""
         takers: dict[int, Fit] = {}
         for number, other in self._groups.items():
-            if other is not group and other.batch.free_slots and self.allowed(other, sequence, len(tokens)):
+            if other is group or not other.has_joined or not other.batch.free_slots:
+                continue
+            if self.allowed(other, sequence, len(tokens)):
                 fit = self.fit(other, sequence, tokens, self._config.max_plan_tokens)
                 if self.has_room(other, fit):
                     takers[number] = fit

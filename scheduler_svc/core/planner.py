@@ -1,13 +1,10 @@
 """Builds the plans, each in one order: who gives way, decode rows, rows of known tokens, admissions."""
 
-from collections.abc import Mapping
-
 from scheduler_svc.core.admission import Admitter
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import PlanDraft, mask_bytes
 from scheduler_svc.core.group import Group
 from scheduler_svc.core.lifecycle import Lifecycle
-from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.request import State
 from scheduler_svc.core.reservation import reserve
@@ -17,10 +14,10 @@ from shared.types import StepPlan
 class Planner:
     """Plans one step of one group at a time."""
 
-    def __init__(self, config: CoreConfig, life: Lifecycle, limits: Limits, groups: Mapping[int, Group]) -> None:
+    def __init__(self, config: CoreConfig, life: Lifecycle, placement: Placement) -> None:
         self._config = config
         self._life = life
-        self._admitter = Admitter(config, life, Placement(config, limits, groups))
+        self._admitter = Admitter(config, life, placement)
 
     def plan(self, group: Group, patient: bool) -> StepPlan | None:
         """The group's next plan; None where there is nothing to compute. `patient`: see Scheduler.schedule."""

@@ -5,11 +5,13 @@ from dataclasses import replace
 from scheduler_svc.core.cache_watch import CacheWatch
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.draft import empty_plan
+from scheduler_svc.core.draining import hand_over
 from scheduler_svc.core.group import Group
 from scheduler_svc.core.invariants import check_invariants
 from scheduler_svc.core.lifecycle import Lifecycle
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.outputs import GroupLoad, Load, RequeueCause, StepOutputs
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.quarantine import MOST_LOSSES, count_loss
 from scheduler_svc.core.request import Request, Sequence
@@ -29,8 +31,9 @@ class Scheduler:
         self._groups: dict[int, Group] = {}
         self._limits = Limits(config)
         self._life = Lifecycle(self._groups)
-        self._planner = Planner(config, self._life, self._limits, self._groups)
-        self.cache_watch = CacheWatch(self._groups, config.num_groups)
+        self._placement = Placement(config, self._limits, self._groups)
+        self._planner = Planner(config, self._life, self._placement)
+        self.cache_watch = CacheWatch(self._groups)
         """What the prefix caches gain and lose, for who watches."""
         self._epochs = 0
         self._arrivals = 0
@@ -40,18 +43,19 @@ class Scheduler:
     def worker_ready(self, group: int, num_blocks: int) -> int:
         """Opens the group's next epoch with an empty pool of `num_blocks` blocks; an open one is lost first.
 
-        Returns the epoch: higher than every earlier one of this process, whatever the group. Who waits and can no
-        longer fit any pool, with this one known, ends.
+        Any number names a group. Returns the epoch: higher than every earlier one of this process, whatever the group.
+        The group joins with its first result: until then it bounds no request and takes none from other groups.
         """
         self._close(group)
         self._epochs += 1
-        self._limits.set_pool(group, num_blocks)
         self._groups[group] = Group(group, self._epochs, num_blocks, self.config)
         self.cache_watch.opened(self._groups[group])
-        for sequence in self._life.queue:
-            if not self._limits.fits_somewhere(sequence.limit):
-                self._refit(sequence)
         return self._epochs
+
+    def _joined(self, group: Group) -> None:
+        """Who waits and can no longer fit any pool, with this one known, ends."""
+        self._limits.set_pool(group.number, group.pool.num_blocks)
+        self._refit_waiting()
 
     def worker_lost(self, group: int) -> StepOutputs:
         """The group's sequences go back to the queue, ahead of who came later; its prefix cache is forgotten.
@@ -59,6 +63,13 @@ class Scheduler:
         A sequence that too many losses hit in flight, without a token between them, ends.
         """
         self._close(group)
+        return self.take_outputs()
+
+    def forget_group(self, group: int, error: TandemError) -> StepOutputs:
+        """A group that is away is not waited for any more. Who waits and fits none of the others ends with `error`."""
+        if group not in self._groups:
+            self._limits.drop_pool(group)
+            self._refit_waiting(error)
         return self.take_outputs()
 
     def _close(self, number: int) -> None:
@@ -75,13 +86,17 @@ class Scheduler:
         del self._groups[number]
         self.cache_watch.closed(number)
 
-    def _refit(self, sequence: Sequence) -> None:
-        try:
-            sequence.limit = self._limits.length_limit(sequence.request)
-        except InvalidRequest as error:
-            self._life.end(sequence, error)
-        else:
-            self._end_if_over(sequence)
+    def _refit_waiting(self, error: TandemError | None = None) -> None:
+        """The pools have changed. Who fits none ends with the error, by default with what is wrong with its request."""
+        for sequence in self._life.queue:
+            if self._limits.fits_somewhere(sequence.limit):
+                continue
+            try:
+                sequence.limit = self._limits.length_limit(sequence.request)
+            except InvalidRequest as invalid:
+                self._life.end(sequence, error or invalid)
+            else:
+                self._end_if_over(sequence)
 
     # Requests.
 
@@ -179,12 +194,19 @@ class Scheduler:
     def update(self, group: int, result: StepResult) -> StepOutputs:
         """Applies the result of the group's oldest plan; one of an earlier epoch is ignored.
 
-        Raises ProtocolError, and changes nothing, where the result is not that plan's.
+        What a group that joins or drains brings about for others is told by the next `take_outputs`. Raises
+        ProtocolError, and changes nothing, where the result is not that plan's.
         """
         ready = self._groups.get(group)
         if ready is None or ready.epoch != result.epoch:
             return self.take_outputs()
-        return apply_result(ready, result, self._life)
+        joins = not ready.has_joined
+        outputs = apply_result(ready, result, self._life)
+        if joins:
+            self._joined(ready)
+        if ready.draining:
+            hand_over(ready, self._groups, self._life, self._placement, self._limits)
+        return outputs
 
     def take_outputs(self) -> StepOutputs:
         """Starts and ends that came about outside of `update`, for who can't wait for the next result."""
@@ -210,14 +232,16 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy the core is."""
-        groups = [GroupLoad()] * self.config.num_groups
-        for number, group in self._groups.items():
-            groups[number] = GroupLoad(
+        groups = {
+            number: GroupLoad(
                 running=group.batch.num_running,
                 total_blocks=group.pool.num_blocks,
                 free_blocks=group.pool.num_free,
+                draining=group.draining,
             )
-        return Load(len(self._life.queue), tuple(groups), replace(self._life.counters))
+            for number, group in self._groups.items()
+        }
+        return Load(len(self._life.queue), groups, replace(self._life.counters))
 
     def check_invariants(self) -> None:
         """Asserts that all state is consistent. O(everything): for tests, and in production on request."""

@@ -51,6 +51,8 @@ class CacheMirror:
             self._holders[change.block] += 1
             if self._holders[change.block] == 1:
                 events.append(cached)
+        if not held:
+            del self._groups[news.group]  # a group that is gone for good has no number that comes back
         return events
 
     def _released(self, block: int) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 
 from scheduler_svc.frontend.generation import Sample
-from scheduler_svc.frontend.timeline import CORE_LOST, PREEMPTED, TAINTED, WORKER_LOST
+from scheduler_svc.frontend.timeline import CORE_LOST, DRAINED, PREEMPTED, TAINTED, WORKER_LOST
 from shared.errors import TandemError, Unavailable
 from shared.framing import FramingError, read_message, write_message
 from shared.histogram import SHORT_S, Histogram
@@ -37,6 +37,7 @@ _CAUSES = {
     core_pb2.REQUEUE_CAUSE_PREEMPTED: PREEMPTED,
     core_pb2.REQUEUE_CAUSE_WORKER_LOST: WORKER_LOST,
     core_pb2.REQUEUE_CAUSE_TAINTED: TAINTED,
+    core_pb2.REQUEUE_CAUSE_DRAINED: DRAINED,
 }
 
 _log = structlog.get_logger(__name__)

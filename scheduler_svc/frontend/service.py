@@ -159,7 +159,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         state = self._link.state
         if state is None:
             raise Unavailable("the scheduler core restarts; try again")
-        names = ("endpoint", "connected", "running", "total_blocks", "free_blocks")
+        names = ("endpoint", "connected", "running", "total_blocks", "free_blocks", "draining", "problem")
         return pb.GetLoadResponse(
             queued=state.queued,
             running=state.running,

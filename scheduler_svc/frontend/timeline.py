@@ -9,6 +9,7 @@ from dataclasses import dataclass
 PREEMPTED = "preempted"
 WORKER_LOST = "worker lost"
 TAINTED = "tainted"
+DRAINED = "drained"
 CORE_LOST = "core lost"
 
 
@@ -79,7 +80,7 @@ class Timeline:
 
     @property
     def replays(self) -> int:
-        """Replays because something was lost."""
+        """Replays because something was lost or drained."""
         return len(self._replays) - self.preemptions
 
     def spans(self, now: float) -> Iterator[Span]:

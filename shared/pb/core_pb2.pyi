@@ -38,6 +38,8 @@ class _RequeueCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequeueC
     """Its worker was lost."""
     REQUEUE_CAUSE_TAINTED: _RequeueCause.ValueType  # 3
     """It shared blocks with a request whose logits had no finite maximum."""
+    REQUEUE_CAUSE_DRAINED: _RequeueCause.ValueType  # 4
+    """Its worker is being drained, and another one had room."""
 
 class RequeueCause(_RequeueCause, metaclass=_RequeueCauseEnumTypeWrapper):
     """Why a running sequence is computed again."""
@@ -50,6 +52,8 @@ REQUEUE_CAUSE_WORKER_LOST: RequeueCause.ValueType  # 2
 """Its worker was lost."""
 REQUEUE_CAUSE_TAINTED: RequeueCause.ValueType  # 3
 """It shared blocks with a request whose logits had no finite maximum."""
+REQUEUE_CAUSE_DRAINED: RequeueCause.ValueType  # 4
+"""Its worker is being drained, and another one had room."""
 Global___RequeueCause: _TypeAlias = RequeueCause  # noqa: Y015
 
 @_typing.final
@@ -534,6 +538,8 @@ class GroupState(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -544,6 +550,10 @@ class GroupState(_message.Message):
     """K/V blocks of its pool."""
     free_blocks: _builtins.int
     """K/V blocks that no running sequence holds."""
+    draining: _builtins.bool
+    """It gets no new sequences: it is about to leave."""
+    problem: _builtins.str
+    """Why it is not connected, for people."""
     def __init__(
         self,
         *,
@@ -552,10 +562,12 @@ class GroupState(_message.Message):
         running: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         free_blocks: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "endpoint", b"endpoint", "free_blocks", b"free_blocks", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "endpoint", b"endpoint", "free_blocks", b"free_blocks", "problem", b"problem", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1060,6 +1060,8 @@ class WorkerLoad(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Address of the group."""
     connected: _builtins.bool
@@ -1070,6 +1072,10 @@ class WorkerLoad(_message.Message):
     """K/V blocks of its pool."""
     free_blocks: _builtins.int
     """K/V blocks that no running request holds (they may hold reusable prefixes)."""
+    draining: _builtins.bool
+    """It gets no new requests: it is about to leave."""
+    problem: _builtins.str
+    """Why it is not connected, for people: it is away, loads its model, is being drained, or serves something else."""
     def __init__(
         self,
         *,
@@ -1078,10 +1084,12 @@ class WorkerLoad(_message.Message):
         running: _builtins.int = ...,
         total_blocks: _builtins.int = ...,
         free_blocks: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "endpoint", b"endpoint", "free_blocks", b"free_blocks", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "endpoint", b"endpoint", "free_blocks", b"free_blocks", "problem", b"problem", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.StepPlan.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.StepResult.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tandem.v1.WorkerService/Drain',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -66,6 +71,15 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes the group out of service for good: no new stream opens, and results tell the scheduler to move the group's
+        sequences to others, or to finish them here where no other can take them. Answers when no scheduler holds the group
+        any more. A process that is told to stop (SIGTERM) does the same and ends; after this call it ends at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +92,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Execute,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.StepPlan.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.StepResult.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +154,33 @@ class WorkerService:
             '/tandem.v1.WorkerService/Execute',
             tandem_dot_v1_dot_worker__pb2.StepPlan.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.StepResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.WorkerService/Drain',
+            tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,11 @@ class WorkerServiceStub:
     """Executes plans in order and answers each with one result. The open stream is a lease on the group: another
     scheduler instance is refused with FAILED_PRECONDITION, the same instance with a higher epoch takes over.
     """
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
+    """Takes the group out of service for good: no new stream opens, and results tell the scheduler to move the group's
+    sequences to others, or to finish them here where no other can take them. Answers when no scheduler holds the group
+    any more. A process that is told to stop (SIGTERM) does the same and ends; after this call it ends at once.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -53,6 +58,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]  # type: ignore[assignment]
     """Executes plans in order and answers each with one result. The open stream is a lease on the group: another
     scheduler instance is refused with FAILED_PRECONDITION, the same instance with a higher epoch takes over.
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
+    """Takes the group out of service for good: no new stream opens, and results tell the scheduler to move the group's
+    sequences to others, or to finish them here where no other can take them. Answers when no scheduler holds the group
+    any more. A process that is told to stop (SIGTERM) does the same and ends; after this call it ends at once.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -74,6 +84,17 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepResult], _abc.AsyncIterator[_worker_pb2.StepResult]]:
         """Executes plans in order and answers each with one result. The open stream is a lease on the group: another
         scheduler instance is refused with FAILED_PRECONDITION, the same instance with a higher epoch takes over.
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
+        """Takes the group out of service for good: no new stream opens, and results tell the scheduler to move the group's
+        sequences to others, or to finish them here where no other can take them. Answers when no scheduler holds the group
+        any more. A process that is told to stop (SIGTERM) does the same and ends; after this call it ends at once.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,6 +13,7 @@ from shared.pb import core_pb2
 from tests.frontend.conftest import model, tokenizer
 from tests.frontend.fake_core import Answer, FakeCore
 from tests.frontend.harness import serving
+from tests.patience import PATIENCE_S
 
 __all__ = ["model", "tokenizer"]
 
@@ -41,12 +42,12 @@ class Server:
     def start(self) -> None:
         """Returns when it serves."""
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE_S)
 
     def stop(self) -> None:
         """Returns when the frontend has forgotten every request."""
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "a request is not forgotten"
 
     def give(self, *arguments: Any) -> None:

@@ -16,6 +16,7 @@ from tandem import AsyncClient, ChatMessage, Client, Finish, WorkerLoad
 from tandem import requests as tandem_requests
 from tests.client.conftest import Server
 from tests.frontend.fake_core import Answer, failed, ids, length, stopped
+from tests.patience import PATIENCE_S
 
 
 def _answering(tokenizer: Tokenizer, text: str) -> Callable[[core_pb2.Submit], Answer]:
@@ -23,7 +24,7 @@ def _answering(tokenizer: Tokenizer, text: str) -> Callable[[core_pb2.Submit], A
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -225,7 +226,7 @@ def test_the_async_client_says_the_same(server: Server, tokenizer: Tokenizer) ->
             while len(server.core.cancelled) < 2:
                 await asyncio.sleep(0.005)
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_importing_the_library_loads_neither_the_scheduler_nor_torch() -> None:

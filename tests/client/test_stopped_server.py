@@ -37,4 +37,4 @@ def test_a_stopped_server_is_noticed_in_seconds(model: Path) -> None:
                 finally:
                     kill([server])
 
-    run(scenario(), seconds=60)
+    run(scenario())

@@ -12,6 +12,7 @@ import trustme
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
 from tandem import AsyncClient, Client, Unavailable
+from tests.patience import PATIENCE_S
 
 
 class Echo(generation_pb2_grpc.GenerationServiceServicer):
@@ -53,7 +54,7 @@ def test_both_clients_speak_tls_with_a_certificate_of_their_own(authority: trust
         async with AsyncClient(endpoint, credentials=credentials) as client:
             return (await client.complete("fox")).text
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == "fox"
+    assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == "fox"
 
 
 @pytest.mark.parametrize("knows", ["nothing", "another authority"])

@@ -6,7 +6,7 @@ from tests.core.simulation import PROMPTS, RULES, Simulation, make_simulation
 
 
 def random_simulation(rng: random.Random, kind: type[Simulation]) -> Simulation:
-    """One or two groups of scarce blocks, any depth."""
+    """One or two groups of scarce blocks at first, any depth."""
     groups = rng.choice([1, 1, 2])
     seqs = rng.randint(2, 4)
     return make_simulation(
@@ -23,7 +23,7 @@ def random_simulation(rng: random.Random, kind: type[Simulation]) -> Simulation:
 def random_submit(simulation: Simulation, rng: random.Random) -> None:
     """A request among few prompts, so that prefixes are shared."""
     prompt = rng.choice(PROMPTS[:3] if rng.random() < 0.95 else PROMPTS)[: rng.randint(1, 8)]
-    simulation.submit(
+    simulation.offer(
         prompt,
         given=rng.choice([0, 0, 0, 1, 3]),
         seed=rng.randint(0, 2),
@@ -40,14 +40,25 @@ def random_submit(simulation: Simulation, rng: random.Random) -> None:
     )
 
 
+def random_change(simulation: Simulation, rng: random.Random, group: int) -> None:
+    """A group comes, begins to leave, or is gone for good; one is always left."""
+    change = rng.choice(["add", "drain", "remove"])
+    if change == "add":
+        simulation.add(rng.randint(6, 11), rng.randint(1, 4))
+    elif change == "drain":
+        simulation.drain(group)
+    elif sum(not side.is_removed for side in simulation.sides) > 1:
+        simulation.remove(group)
+
+
 def random_run(seed: int, *, steps: int = 120, kind: type[Simulation] = Simulation, check: bool = True) -> Simulation:
     """Raises where a rule does not hold. Without `check` only clients and workers judge, not the core's invariants."""
     rng = random.Random(seed)
     simulation = random_simulation(rng, kind)
-    groups = range(len(simulation.sides))
+    come_and_go = rng.choice([0, 0, 2, 4])
     losses, faults = rng.choice([0, 0, 1, 4]), rng.choice([0, 0, 0, 1])
     for _ in range(steps):
-        group, chance = rng.choice(groups), rng.random()
+        group, chance = rng.randrange(len(simulation.sides)), rng.random()
         if chance < 0.12 and simulation.submitted < 9:
             random_submit(simulation, rng)
         elif chance < 0.15 and simulation.jobs:
@@ -65,6 +76,9 @@ def random_run(seed: int, *, steps: int = 120, kind: type[Simulation] = Simulati
             simulation.send_masks()
         elif chance < 0.29:
             simulation.heartbeat(group)
+        elif chance < 0.31 and come_and_go:
+            come_and_go -= 1
+            random_change(simulation, rng, group)
         else:
             rng.choice([simulation.plan, simulation.execute, simulation.deliver])(group)
         if check:

@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_svc.core import CoreConfig, Request, RequeueCause, Scheduler, StepOutputs
 from scheduler_svc.core.quarantine import MOST_LOSSES
-from shared.errors import RequestFailed, TandemError
+from shared.errors import InvalidRequest, RequestFailed, TandemError, Unavailable
 from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import FinishReason, StepPlan, StepResult
 from tests.core.reference_worker import (
@@ -61,6 +61,8 @@ class Job:
     expected: Tokens
     how: FinishReason
     received: list[int]
+    limit: int
+    """Tokens of prompt and output at which it ends by length."""
     masks_sent: int = -1
     """Highest output position whose mask was sent."""
     losses: int = 0
@@ -90,6 +92,8 @@ class GroupSide:
     worker: ReferenceWorker
     depth: int
     is_open: bool = False
+    is_removed: bool = False
+    draining: bool = False
     plans: deque[StepPlan] = field(default_factory=deque)
     results: deque[StepResult] = field(default_factory=deque)
     unanswered: int = 0
@@ -105,7 +109,7 @@ class Simulation:
     def __init__(self, config: CoreConfig, pools: Sequence[int], depths: Sequence[int]) -> None:
         self.config = config
         self.core = Scheduler(config)
-        self.pools = pools
+        self.pools = list(pools)
         self.sides = [
             GroupSide(ReferenceWorker(blocks, config.block_size, config.max_num_seqs), depth)
             for blocks, depth in zip(pools, depths, strict=True)
@@ -135,9 +139,21 @@ class Simulation:
         request = replace(request, output=np.array(output, dtype=np.int32))
         self.core.submit(request)
         self.submitted += 1
-        self.jobs[key] = Job(request, expected, how, list(output))
+        limit = self.core.context_limit
+        if request.max_tokens is not None:
+            limit = min(len(prompt) + request.max_tokens, self.config.max_model_length)
+        self.jobs[key] = Job(request, expected, how, list(output), limit)
         self.collect(self.core.take_outputs())
         return key
+
+    def offer(self, prompt: Tokens, given: int = 0, **fields: Any) -> None:
+        """As submit; what fits no group may be refused, and nothing else."""
+        try:
+            self.submit(prompt, given, **fields)
+        except InvalidRequest:
+            longest = len(prompt) + (fields["max_tokens"] or 1)
+            if self.fits_somewhere(min(longest, self.config.max_model_length)):
+                raise
 
     def abort(self, key: int) -> None:
         """The client leaves, or found a stop string."""
@@ -184,7 +200,10 @@ class Simulation:
             self.ends[ended.key] = ended.how
 
     def _end(self, job: Job, how: FinishReason | TandemError) -> None:
-        if isinstance(how, TandemError):
+        if isinstance(how, Unavailable):
+            if self.fits_somewhere(max(job.limit, len(job.request.prompt) + 1)):
+                raise Violation(f"request {job.request.key} fits a group that is there, and ended {how!r}")
+        elif isinstance(how, TandemError):
             if not isinstance(how, RequestFailed):
                 raise Violation(f"request {job.request.key} ended with {how!r}")
             if "finite" in str(how) and POISON not in job.request.prompt:
@@ -197,6 +216,15 @@ class Simulation:
             raise Violation(f"request {job.request.key} ended {how} with {job.received}, expected {job.expected}")
         elif job.logprobs != job.expected_logprobs():
             raise Violation(f"request {job.request.key} did not get each token's logprobs once")
+
+    def largest(self) -> int:
+        """The longest sequence that a group that is there or comes back can hold; the last token needs no place."""
+        pools = [pool for pool, side in zip(self.pools, self.sides, strict=True) if not side.is_removed]
+        return min(max(pools) * self.config.block_size + 1, self.config.max_model_length)
+
+    def fits_somewhere(self, limit: int) -> bool:
+        """Whether such a group can hold a sequence of so many tokens."""
+        return limit <= self.largest()
 
     # What the engine and the workers do.
 
@@ -252,6 +280,7 @@ class Simulation:
             side.broken_row = None
         else:
             side.results.append(self.run_step(side.worker, plan))
+        side.results[-1] = replace(side.results[-1], draining=side.draining)
         if not side.plans:
             self.compare(group)
         return True
@@ -272,6 +301,7 @@ class Simulation:
             if isinstance(ended.how, RequestFailed):
                 side.tainted.update(tables.get(ended.key, ()))
         self.collect(outputs)
+        self.collect(self.core.take_outputs())
         return True
 
     def deliver_late(self) -> None:
@@ -281,12 +311,41 @@ class Simulation:
             self.collect(self.core.update(group, result))
 
     def open(self, group: int) -> None:
-        """The group's stream opens."""
+        """The group's stream opens, and its first plan is answered; one that was removed stays away."""
         side = self.sides[group]
-        if not side.is_open:
-            self.core.worker_ready(group, self.pools[group])
-            side.worker.restart_log()
-            side.is_open = True
+        if side.is_open or side.is_removed:
+            return
+        self.core.worker_ready(group, self.pools[group])
+        side.worker.restart_log()
+        side.is_open = True
+        side.draining = False
+        self.heartbeat(group)
+        self.execute(group)
+        self.deliver(group)
+
+    def add(self, pool: int, depth: int = 2) -> int:
+        """A group comes that was not there before; its number."""
+        self.pools.append(pool)
+        worker = ReferenceWorker(pool, self.config.block_size, self.config.max_num_seqs)
+        self.sides.append(GroupSide(worker, depth))
+        self.open(len(self.sides) - 1)
+        return len(self.sides) - 1
+
+    def remove(self, group: int) -> None:
+        """A group is lost for good. Who fits no other one is told so; who set no length gets a shorter one."""
+        self.lose(group, restart=True)
+        self.sides[group].is_removed = True
+        for job in self.jobs.values():
+            if job.request.max_tokens is None and not self.fits_somewhere(job.limit):
+                job.limit = self.largest()
+                job.expected, job.how = oracle(job.request, job.limit)
+                if len(job.received) >= len(job.expected):
+                    job.expected, job.how = tuple(job.received), FinishReason.LENGTH
+        self.collect(self.core.forget_group(group, Unavailable("gone")))
+
+    def drain(self, group: int) -> None:
+        """The group's results say from now on that it is about to leave."""
+        self.sides[group].draining = True
 
     def lose(self, group: int, restart: bool) -> None:
         """The group's stream breaks, or (`restart`) its worker dies with all its memory."""
@@ -303,6 +362,12 @@ class Simulation:
         for job in self.jobs.values():
             job.losses += 1
         self.collect(self.core.worker_lost(group))
+
+    def restart_drained(self, group: int) -> None:
+        """A group that drains and has nothing left to do is let go, and started again."""
+        side = self.sides[group]
+        if side.draining and side.is_open and not side.unanswered and not self.core.load().groups[group].running:
+            self.lose(group, restart=True)
 
     # What must hold.
 
@@ -329,13 +394,14 @@ class Simulation:
                 self.plan(group)
                 self.execute(group)
                 self.deliver(group)
+                self.restart_drained(group)
         else:
             raise Violation(f"requests without end: {sorted(self.jobs)}")
         self.core.check_invariants()
         load = self.core.load()
         assert load.counters.sampled_tokens == self.num_tokens
         assert load.queued == 0 and not self.core._life.by_key and not self.core._life.by_id
-        for rest in load.groups:
+        for rest in load.groups.values():
             assert rest.running == 0 and rest.free_blocks == rest.total_blocks
 
 
@@ -351,7 +417,6 @@ def make_simulation(
 ) -> Simulation:
     """A small machine: blocks of two tokens, one group of 16 blocks, two plans ahead, unless told otherwise."""
     config = CoreConfig(
-        num_groups=len(pools),
         vocabulary_size=VOCABULARY_SIZE,
         max_model_length=max_model_length,
         block_size=BLOCK_SIZE,

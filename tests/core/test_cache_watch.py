@@ -38,9 +38,9 @@ class Followed(Simulation):
     runs = itertools.count()
 
     def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
         self.follower: Follower | None = None
         self.plans_before = next(Followed.runs) % LATEST_START
+        super().__init__(*arguments)
 
     def _send(self, side: object, plan: StepPlan) -> None:
         super()._send(side, plan)  # type: ignore[arg-type]

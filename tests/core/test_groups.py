@@ -3,8 +3,8 @@
 import pytest
 
 from scheduler_svc.core import RequeueCause
-from shared.errors import RequestFailed
-from shared.types import FinishReason, StepResult
+from shared.errors import InvalidRequest, RequestFailed, Unavailable
+from shared.types import FinishReason
 from tests.core.reference_worker import POISON
 from tests.core.simulation import Simulation, make_simulation
 
@@ -14,7 +14,8 @@ OTHER = (2, 2, 1, 3, 1, 2, 3, 3)
 
 def running(simulation: Simulation) -> list[int]:
     """Sequences running in each group."""
-    return [group.running for group in simulation.core.load().groups]
+    groups = simulation.core.load().groups
+    return [groups[number].running for number in sorted(groups)]
 
 
 def test_the_least_loaded_group_takes_what_no_cache_knows() -> None:
@@ -57,19 +58,109 @@ def test_a_request_goes_only_where_it_fits() -> None:
 
 def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has() -> None:
     simulation = make_simulation(pools=[16, 16])
-    simulation.submit(EIGHT[:3], max_tokens=3)
-    simulation.plan(0)
-    simulation.execute(0)
-    result = simulation.sides[0].results.pop()
-    result = StepResult(result.epoch, result.step_id, result.token_ids, draining=True)
-    simulation.sides[0].results.append(result)
-    simulation.deliver(0)
     simulation.lose(1, restart=True)
+    simulation.submit(EIGHT[:3], max_tokens=4)
+    simulation.step(0)
+    simulation.drain(0)
+    simulation.step(0)
     simulation.submit(OTHER[:3], max_tokens=3)
     assert simulation.plan(0) and not simulation.sides[0].plans[-1].admitted
     simulation.open(1)
-    assert simulation.plan(1)
+    assert simulation.plan(1) and len(simulation.sides[1].plans[-1].admitted) == 1
     simulation.settle()
+
+
+def test_the_sequences_of_a_draining_worker_move_where_there_is_room() -> None:
+    simulation = make_simulation(pools=[16, 16], max_num_seqs=2)
+    keys = [simulation.submit(prompt, max_tokens=6) for prompt in (EIGHT, OTHER, EIGHT[1:])]
+    for group in (0, 1):
+        simulation.step(group, count=3)
+    assert running(simulation) == [2, 1]
+    simulation.drain(0)
+    simulation.step(0)
+    assert simulation.requeued == [(keys[0], RequeueCause.DRAINED)], "one fits, the more important one"
+    assert running(simulation) == [1, 1]
+    simulation.step(0)
+    assert len(simulation.requeued) == 1, "nobody moves while another one waits for room"
+    simulation.plan(1)
+    assert running(simulation) == [1, 2]
+    simulation.settle()
+    assert all(how is FinishReason.LENGTH for how in simulation.ends.values())
+    assert simulation.core.load().counters.requeued == len(simulation.requeued)
+
+
+def test_constrained_sequences_move_too() -> None:
+    simulation = make_simulation(pools=[16, 16])
+    key = simulation.submit(EIGHT, max_tokens=6, constrained=True)
+    simulation.send_masks()
+    simulation.step(0, count=2)
+    simulation.drain(0)
+    simulation.send_masks()
+    simulation.step(0)
+    assert running(simulation) == [0, 0]
+    simulation.settle()
+    assert simulation.ends[key] is FinishReason.LENGTH
+
+
+def test_two_draining_workers_give_each_other_nothing() -> None:
+    simulation = make_simulation(pools=[16, 16])
+    for prompt in (EIGHT, OTHER):
+        simulation.submit(prompt, max_tokens=6)
+    simulation.step(0)
+    simulation.step(1)
+    simulation.drain(1)
+    simulation.step(1)
+    simulation.step(0)
+    simulation.drain(0)
+    simulation.step(0)
+    assert running(simulation) == [2, 0] and len(simulation.requeued) == 1
+    simulation.settle()
+
+
+def test_a_group_that_has_not_answered_takes_nobody_from_the_others() -> None:
+    """Another scheduler may hold it, or nobody may be there."""
+    simulation = make_simulation(pools=[16])
+    for seed in range(4):
+        simulation.submit(EIGHT[:3], max_tokens=3, seed=seed)
+    simulation.core.worker_ready(1, 64)
+    simulation.plan(0)
+    assert running(simulation) == [4, 0]
+    assert simulation.core.context_limit == 24
+    simulation.collect(simulation.core.worker_lost(1))
+    simulation.settle()
+
+
+def test_what_fits_only_an_absent_group_waits_until_that_is_forgotten() -> None:
+    simulation = make_simulation(pools=[4, 16])
+    held = simulation.submit(EIGHT, max_tokens=8)
+    simulation.step(1)
+    simulation.lose(1, restart=True)
+    late = simulation.submit(EIGHT, max_tokens=7)
+    shorter = simulation.submit(EIGHT[:5])
+    small = simulation.submit(EIGHT[:3], max_tokens=2)
+    assert simulation.core.context_limit == 24, "it may return"
+    while small in simulation.jobs:
+        simulation.step(0)
+    assert set(simulation.jobs) == {held, late, shorter}
+    simulation.remove(1)
+    assert isinstance(simulation.ends[held], Unavailable) and isinstance(simulation.ends[late], Unavailable)
+    assert simulation.core.context_limit == 9
+    with pytest.raises(InvalidRequest, match="largest pool has 4"):
+        simulation.submit(EIGHT[:3], max_tokens=7)
+    simulation.settle()
+    assert simulation.ends[shorter] is FinishReason.LENGTH
+
+
+def test_a_group_that_comes_later_takes_its_share() -> None:
+    simulation = make_simulation(pools=[4], max_num_seqs=2)
+    keys = [simulation.submit(EIGHT[:3], max_tokens=4, seed=seed) for seed in range(4)]
+    simulation.step(0)
+    group = simulation.add(16)
+    simulation.step(group)
+    assert running(simulation)[group] == 2
+    keys.append(simulation.submit(EIGHT, max_tokens=9))
+    simulation.settle()
+    assert all(simulation.ends[key] is FinishReason.LENGTH for key in keys)
 
 
 def test_epochs_only_rise_and_late_results_are_ignored() -> None:

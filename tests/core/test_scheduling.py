@@ -165,7 +165,6 @@ def test_constrained_sequences_step_together_if_the_caller_is_patient() -> None:
 def test_nobody_waits_for_whom_the_plan_has_no_room() -> None:
     """Five masks of 2,000 bytes fit; of seven sequences the first five need not wait for the others."""
     config = CoreConfig(
-        num_groups=1,
         vocabulary_size=16_000,
         max_model_length=64,
         block_size=16,
@@ -202,7 +201,7 @@ def test_nobody_waits_where_others_decode() -> None:
 
 def test_stop_tokens_count_from_min_tokens_on() -> None:
     config = CoreConfig(
-        num_groups=1, vocabulary_size=8, max_model_length=24, block_size=2, max_num_seqs=2, max_num_batched_tokens=8,
+        vocabulary_size=8, max_model_length=24, block_size=2, max_num_seqs=2, max_num_batched_tokens=8,
         hash_seed=1,
     )  # fmt: skip
     core = Scheduler(config)
@@ -275,11 +274,11 @@ def test_a_full_queue_refuses_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("step_id", "token_ids", "failed_rows", "problem"),
     [
-        (2, [1], [], "result of step 2 out of order: expected 1"),
-        (1, [1, 2], [], "has 2 tokens for 1 sampling rows"),
-        (1, [8], [], "a token outside the vocabulary"),
-        (1, [-1], [], "a token outside the vocabulary"),
-        (1, [1], [1], "failed rows that are not in the plan"),
+        (3, [1], [], "result of step 3 out of order: expected 2"),
+        (2, [1, 2], [], "has 2 tokens for 1 sampling rows"),
+        (2, [8], [], "a token outside the vocabulary"),
+        (2, [-1], [], "a token outside the vocabulary"),
+        (2, [1], [1], "failed rows that are not in the plan"),
     ],
 )
 def test_a_wrong_result_changes_nothing(
@@ -300,7 +299,7 @@ def test_heartbeats_count_in_the_log_and_carry_nothing() -> None:
     simulation.submit(EIGHT[:3], max_tokens=3)
     simulation.plan(0)
     simulation.heartbeat(0)
-    assert last_plan(simulation).step_id == 2 and not len(last_plan(simulation).rows)
+    assert last_plan(simulation).step_id == 3 and not len(last_plan(simulation).rows)
     simulation.settle()
 
 
@@ -319,7 +318,7 @@ def test_end_all_tells_everybody() -> None:
 def test_a_plan_stays_under_its_bytes() -> None:
     vocabulary, block_size, most = 4096, 16, 1 << 15
     config = CoreConfig(
-        num_groups=1, vocabulary_size=vocabulary, max_model_length=4096, block_size=block_size, max_num_seqs=192,
+        vocabulary_size=vocabulary, max_model_length=4096, block_size=block_size, max_num_seqs=192,
         max_num_batched_tokens=1 << 14, max_plan_bytes=most, hash_seed=1,
     )  # fmt: skip
     core = Scheduler(config)
@@ -352,7 +351,7 @@ def known_tokens(core: Scheduler, key: int) -> int:
 
 
 def test_contradictions_are_refused_at_start() -> None:
-    values = {"num_groups": 1, "vocabulary_size": 8, "max_model_length": 24, "block_size": 2, "hash_seed": 1}
+    values = {"vocabulary_size": 8, "max_model_length": 24, "block_size": 2, "hash_seed": 1}
     with pytest.raises(StartupError, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(4\)"):
         CoreConfig(max_num_seqs=4, max_num_batched_tokens=3, **values)
     with pytest.raises(StartupError, match="block_size must be at least 1"):
@@ -370,6 +369,9 @@ def test_before_the_first_worker_the_models_length_decides() -> None:
     core.submit(Request(2, "large", 0, np.append(large, large[:1])))
     core.submit(Request(3, "long", 0, fits, max_tokens=8))
     core.worker_ready(0, 4)
+    assert core.context_limit == config.max_model_length, "another scheduler may hold the worker"
+    plan = core.heartbeat(0)
+    assert core.update(0, StepResult(plan.epoch, plan.step_id)).is_empty
     assert core.context_limit == 9
     ended = core.take_outputs().ended
     assert [(one.key, type(one.how)) for one in ended] == [(2, InvalidRequest), (3, InvalidRequest)]

@@ -8,7 +8,7 @@ from shared.logit_rules import LogitRules
 from tests.core.random_runs import random_run
 from tests.core.simulation import PROMPTS, RULES, make_simulation
 
-GROUPS = st.integers(0, 1)
+GROUPS = st.integers(0, 3)
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -64,7 +64,7 @@ class CoreMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         received: int,
     ) -> None:
-        self.simulation.submit(
+        self.simulation.offer(
             prompt[:length],
             given,
             seed=seed,
@@ -123,6 +123,20 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(group=GROUPS)
     def open(self, group: int) -> None:
         self.simulation.open(self.index(group))
+
+    @rule(pool=st.integers(6, 12))
+    @precondition(lambda self: len(self.simulation.sides) < 4)
+    def add_group(self, pool: int) -> None:
+        self.simulation.add(pool)
+
+    @rule(group=GROUPS)
+    def drain_group(self, group: int) -> None:
+        self.simulation.drain(self.index(group))
+
+    @rule(group=GROUPS)
+    @precondition(lambda self: sum(not side.is_removed for side in self.simulation.sides) > 1)
+    def remove_group(self, group: int) -> None:
+        self.simulation.remove(self.index(group))
 
     @rule()
     def deliver_late(self) -> None:

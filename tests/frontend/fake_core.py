@@ -13,6 +13,7 @@ from shared.framing import read_message, write_message
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import RequestStats
 from shared.wire import pack, unpack
+from tests.patience import PATIENCE_S
 
 Answer = tuple[Sequence[int], core_pb2.Ended | None]
 """Tokens, and how the sequence ends after them; None leaves it open."""
@@ -183,8 +184,8 @@ def ids(data: bytes) -> list[int]:
     return values
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     """Waits for a condition; fails the test if it does not come."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)

@@ -18,6 +18,7 @@ from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
 from shared.rpc import make_channel
 from tests.frontend.fake_core import Answer, FakeCore, until
+from tests.patience import PATIENCE_S
 
 
 @dataclass
@@ -70,6 +71,6 @@ async def rest(call: Any) -> list[pb.GenerateResponse]:
     return responses
 
 
-def run(scenario: Coroutine[Any, Any, None], seconds: float = 60.0) -> None:
+def run(scenario: Coroutine[Any, Any, None]) -> None:
     """Runs one scenario in an event loop of its own, of the kind that the process uses."""
-    uvloop.run(asyncio.wait_for(scenario, seconds))
+    uvloop.run(asyncio.wait_for(scenario, PATIENCE_S))

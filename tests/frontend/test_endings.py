@@ -20,7 +20,7 @@ def _generate(served: Served, text: str = "The quick", **options: Any) -> Any:
 
 
 async def _cancelled_at_the_core(served: Served) -> None:
-    await until(lambda: served.core.cancelled == [submit.handle for submit in served.core.submits], 2)
+    await until(lambda: served.core.cancelled == [submit.handle for submit in served.core.submits])
 
 
 def test_a_client_that_cancels_in_the_stream(model: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_client_whose_connection_breaks(model: Path) -> None:
             ]
             await served.core.submitted(6)
             await channel.close()
-            await until(lambda: len(served.core.cancelled) == 6, 2)
+            await until(lambda: len(served.core.cancelled) == 6)
             assert all(call.done() for call in calls)
 
     run(scenario())
@@ -95,7 +95,7 @@ def test_a_client_whose_connection_breaks(model: Path) -> None:
 def test_a_deadline_that_passes(model: Path) -> None:
     async def scenario() -> None:
         async with serving(model) as served:
-            call = _generate(served, timeout=0.2)
+            call = _generate(served, timeout=0.5)
             (submit,) = await served.core.submitted()
             served.core.give(submit, [5])
             with pytest.raises(aio.AioRpcError) as error:

@@ -246,7 +246,7 @@ def test_the_process_serves_without_torch_drains_on_sigterm_and_exits_0(model: P
             )
             process = _start(code, to_json(config))
             try:
-                await until(lambda: core.connections == 1, 20)
+                await until(lambda: core.connections == 1)
                 async with make_channel(f"127.0.0.1:{port}") as channel:
                     stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
                     call = stub.Generate(pb.GenerateRequest(text="a"), wait_for_ready=True)

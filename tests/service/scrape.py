@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.patience import PATIENCE_S
+
 
 @dataclass(frozen=True)
 class Scrape:
@@ -27,7 +29,7 @@ class Scrape:
 
 def scrape(port: int) -> Scrape:
     """Asks once."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     names = {family.name: family.name + "_total" * (family.type == "counter") for family in families}
     return Scrape(
@@ -45,7 +47,7 @@ def scrape(port: int) -> Scrape:
     )
 
 
-def scrape_until(port: int, condition: Callable[[Scrape], bool], within: float = 5.0) -> Scrape:
+def scrape_until(port: int, condition: Callable[[Scrape], bool], within: float = PATIENCE_S) -> Scrape:
     """Asks until the answer is as it should be: snapshots come twice a second."""
     deadline = time.monotonic() + within
     while not condition(answer := scrape(port)):

@@ -18,6 +18,7 @@ from grpc import aio
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
 from shared.ports import find_free
+from tests.patience import PATIENCE_S
 
 ROLES = {
     "core": "scheduler_svc.core_process",
@@ -67,7 +68,7 @@ class Tandem:
         """Ctrl-C; its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=PATIENCE_S)
 
 
 Kind = TypeVar("Kind", bound=Tandem)
@@ -76,18 +77,29 @@ Kind = TypeVar("Kind", bound=Tandem)
 @contextlib.contextmanager
 def running(log: Path, *arguments: str, kind: type[Kind] = Tandem, **env: str) -> Iterator[Kind]:
     """A ready service, stopped at the end; no process of it may remain."""
-    service = kind(log, *arguments, **env)
+    service = _started(kind, log, *arguments, **env)
     try:
-        service.wait_ready()
         yield service
         family = service.everyone()
         assert service.stop() == 0, log.read_text()
-        _, alive = psutil.wait_procs(family, timeout=2)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
         assert not alive, f"left behind: {alive}"
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in service.everyone():
                 process.kill()
+
+
+def _started(kind: type[Kind], log: Path, *arguments: str, **env: str) -> Kind:
+    """When it is ready. A port that was free may be taken before it is bound, by what else runs: then with others."""
+    while True:
+        service = kind(log, *arguments, **env)
+        try:
+            service.wait_ready()
+            return service
+        except AssertionError:
+            if "can't listen on" not in log.read_text():
+                raise
 
 
 @dataclass
@@ -142,9 +154,9 @@ async def load(endpoint: str) -> pb.GetLoadResponse:
         return await generation_pb2_grpc.GenerationServiceStub(channel).GetLoad(pb.GetLoadRequest())
 
 
-async def until_idle(endpoint: str, within: float = 5.0) -> pb.GetLoadResponse:
-    """The load when nothing is queued or running and all blocks are free; fails after `within` seconds."""
-    deadline = time.monotonic() + within
+async def until_idle(endpoint: str) -> pb.GetLoadResponse:
+    """The load when nothing is queued or running and all blocks are free."""
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         answer = await load(endpoint)
         held = sum(worker.total_blocks - worker.free_blocks for worker in answer.workers)
@@ -152,3 +164,18 @@ async def until_idle(endpoint: str, within: float = 5.0) -> pb.GetLoadResponse:
             return answer
         assert time.monotonic() < deadline, f"not idle: {answer}"
         await asyncio.sleep(0.05)
+
+
+@contextlib.contextmanager
+def ending_early(endpoint: str, tokens: int) -> Iterator[None]:
+    """What begins within ends there too, before it has so many tokens; then nothing runs or holds a block."""
+    before = asyncio.run(_output_tokens(endpoint))
+    yield
+    asyncio.run(until_idle(endpoint))
+    assert asyncio.run(_output_tokens(endpoint)) - before < tokens
+
+
+async def _output_tokens(endpoint: str) -> int:
+    async with aio.insecure_channel(endpoint) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        return int((await stub.GetStats(pb.GetStatsRequest())).generation_tokens)

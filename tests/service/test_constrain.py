@@ -15,6 +15,7 @@ import pytest
 
 from shared.pb import generation_pb2 as pb
 from tandem import Client, InvalidRequest
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Output, Tandem, generate_all, running, until_idle
 from tests.service.test_loss import disturbed, kill, survives
 
@@ -233,7 +234,7 @@ def test_the_command_line(service: Tandem, tmp_path: Path, arguments: list[str],
     (tmp_path / "grammar.lark").write_text('start: "ha"+ "!"')
     words = [str(tmp_path / word) if word.endswith((".json", ".lark")) else word for word in arguments]
     command = [sys.executable, "-m", "tandem", "generate", PROMPT, "--endpoint", service.endpoint, *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(pattern, result.stdout.removesuffix("\n")), result.stdout
 
@@ -244,17 +245,19 @@ def test_the_page_s_examples(service: Tandem) -> None:
     said = [example(service, shlex.split(line)) for line in shell.splitlines()]
     assert said[0] in ("yes", "not at all") and re.fullmatch("[1-9][0-9]{3,4} pounds", said[1])
     code = python.replace("127.0.0.1:50051", service.endpoint)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert re.match(r"[A-Z][a-z]{2,12}\n<tool_call>\n\{\"name\": \"dance\"", result.stdout), result
 
 
 def example(service: Tandem, words: list[str]) -> str:
     assert words[0] == "tandem"
     command = [sys.executable, "-m", *words, "--endpoint", service.endpoint]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.removesuffix("\n")
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout.removesuffix(
+        "\n"
+    )
 
 
 def test_a_file_that_is_not_there_is_one_line(service: Tandem) -> None:
     command = [sys.executable, "-m", "tandem", "generate", PROMPT, "--endpoint", service.endpoint]
-    result = subprocess.run([*command, "--grammar", "/nowhere"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([*command, "--grammar", "/nowhere"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "/nowhere" in result.stderr

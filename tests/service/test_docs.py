@@ -14,6 +14,7 @@ from typer.main import get_command
 from shared.ports import find_free
 from tandem.cli import app
 from tandem.requests import GenerateOptions
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Tandem, running
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,9 @@ PYTHON = [
 @pytest.mark.parametrize(("page", "index"), PYTHON)
 def test_python_examples_run(service: Tandem, environment: dict[str, str], page: str, index: int) -> None:
     code = blocks(DOCS / page, "python")[index].replace("127.0.0.1:50051", service.endpoint)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=PATIENCE_S
+    )
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
 
 
@@ -71,7 +74,7 @@ def test_shell_examples_run(service: Tandem, environment: dict[str, str], tmp_pa
             text=True,
             env={**environment, "TANDEM_ENDPOINT": service.endpoint},
             cwd=tmp_path,
-            timeout=90,
+            timeout=PATIENCE_S,
         )
         assert result.returncode == 0, result.stderr
 
@@ -99,7 +102,7 @@ def test_serving_examples_serve(environment: dict[str, str], tmp_path: Path, scr
     finally:
         for process in reversed(started):
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=PATIENCE_S)
 
 
 def sections(page: str) -> dict[str, str]:
@@ -114,6 +117,7 @@ def sections(page: str) -> dict[str, str]:
         ("serve.md", "serve", "serve"),
         ("serve.md", "scheduler", "scheduler"),
         ("serve.md", "worker", "worker"),
+        ("serve.md", "drain", "drain"),
         ("measure.md", "top", "top"),
         ("measure.md", "bench", "bench"),
         ("batch.md", None, "batch"),

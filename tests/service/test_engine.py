@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import numpy as np
 import pytest
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine import Engine
+from scheduler_svc.engine import Engine, Outgrown
+from scheduler_svc.worker_client import Misfit
+from shared.errors import StartupError
 from shared.framing import read_message, write_message
 from shared.pb import core_pb2
 from shared.ports import find_free
 from shared.types import StepPlan, StepResult, WorkerDescription
 from tandem.models import model_folder
+from tests.patience import PATIENCE_S
 
 
 class Peer:
@@ -56,8 +60,10 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path, **settings: float) -> AsyncIterator[tuple[Engine, Peer, asyncio.Task[None]]]:
-    workers = (f"127.0.0.1:{find_free('127.0.0.1')}",)
+async def served(
+    folder: Path, *, groups: int = 1, **settings: float
+) -> AsyncIterator[tuple[Engine, Peer, asyncio.Task[None]]]:
+    workers = tuple(f"127.0.0.1:{find_free('127.0.0.1')}" for _ in range(groups))
     engine = Engine(
         SchedulerConfig(model=model_folder("tiny"), workers=workers, **settings), "", instance=1, hash_seed=2
     )
@@ -70,7 +76,7 @@ async def served(folder: Path, **settings: float) -> AsyncIterator[tuple[Engine,
     finally:
         writer.close()
         running.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ZeroDivisionError):
+        with contextlib.suppress(asyncio.CancelledError, ZeroDivisionError, Outgrown):
             await running
 
 
@@ -79,9 +85,9 @@ def test_requests_end_where_no_worker_ever_comes(tmp_path: Path) -> None:
         async with served(tmp_path, worker_loss_timeout=2.0, step_timeout=1.0) as (engine, peer, _):
             assert (await peer.receive("state")).state.progressing, "nothing is there to do"
             peer.submit(1, bytes(8))
-            while (await asyncio.wait_for(peer.receive("state"), 5)).state.progressing:
+            while (await asyncio.wait_for(peer.receive("state"), PATIENCE_S)).state.progressing:
                 pass  # until it has waited for longer than the step timeout
-            ended = await asyncio.wait_for(peer.end(), 5)
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
             assert (ended.handle, ended.failure.code) == (1, grpc.StatusCode.UNAVAILABLE.value[0])
             assert engine.held == 0
 
@@ -93,7 +99,7 @@ def test_requests_before_the_first_worker_are_bounded_too(tmp_path: Path) -> Non
         async with served(tmp_path, max_queue=2) as (engine, peer, _):
             for handle in (1, 2, 3):
                 peer.submit(handle, bytes(8))
-            ended = await asyncio.wait_for(peer.end(), 5)
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
             assert (ended.handle, ended.failure.code) == (3, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
             assert engine.held == 4, "two requests, each in two maps"
 
@@ -106,16 +112,23 @@ EIGHT_TOKENS = WorkerDescription("", "m", "float32", 16, 8, 64, 8, (7,), 1, 4, 6
 class Wire:
     """Stands for a connected worker: keeps the plans, and answers when it is told."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, group: int = 0, description: WorkerDescription = EIGHT_TOKENS) -> None:
         self.plans: list[StepPlan] = []
         self._expected = 1
         self._engine = engine
-        self._link = engine.links[0]
+        self._group = group
+        self._link = engine.workers.links[group]
         self._link.send = self._send  # type: ignore[method-assign]
-        engine.described(0, EIGHT_TOKENS)
-        self._send(engine.opened(0, EIGHT_TOKENS))
+        engine.described(group, description)
+        self._send(engine.opened(group, description))
         self._link.is_connected = True
         self.answer()
+        engine.connected(group)
+
+    def lose(self) -> None:
+        """Its stream ends."""
+        self._link.is_connected = False
+        self._engine.lost(self._group)
 
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -126,12 +139,12 @@ class Wire:
         step_id, _, _ = self._link.outstanding.popleft()
         (plan,) = [plan for plan in self.plans if plan.step_id == step_id]
         tokens = np.ones(len(plan.rows), dtype=np.int32)
-        self._engine.result(0, StepResult(plan.epoch, step_id, tokens))
+        self._engine.result(self._group, StepResult(plan.epoch, step_id, tokens))
 
     async def planned(self, rows: int) -> None:
         """Waits for the next plan, which must have so many rows."""
         self._expected += 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.plans) < self._expected:
                 await asyncio.sleep(0.001)
         assert [len(plan.rows) for plan in self.plans[self._expected - 1 :]] == [rows]
@@ -164,15 +177,93 @@ def test_masks_that_came_before_the_first_worker_are_of_use(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
+def described(**changes: Any) -> WorkerDescription:
+    return replace(EIGHT_TOKENS, **changes)
+
+
+def test_requests_that_fit_only_a_worker_that_is_away_end_in_time(tmp_path: Path) -> None:
+    """While another one serves, whose pool is the bound from then on."""
+
+    async def scenario() -> None:
+        async with served(tmp_path, groups=2, worker_loss_timeout=1.0) as (engine, peer, _):
+            small, large = Wire(engine, 0, described(num_blocks=2)), Wire(engine, 1, EIGHT_TOKENS)
+            peer.submit(1, bytes(4 * 40), max_tokens=1)
+            await large.planned(1)
+            large.lose()
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
+            assert (ended.handle, ended.failure.code) == (1, grpc.StatusCode.UNAVAILABLE.value[0])
+            peer.submit(2, bytes(4 * 40), max_tokens=1)
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
+            assert (ended.handle, ended.failure.code) == (2, grpc.StatusCode.INVALID_ARGUMENT.value[0])
+            peer.submit(3, bytes(4 * 20), max_tokens=1)
+            await small.planned(1)
+            assert engine.held == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_first_worker_after_a_restart_bounds_nobody(tmp_path: Path) -> None:
+    """The requests of the core before may need the pool of one that comes a moment later."""
+
+    async def scenario() -> None:
+        async with served(tmp_path, groups=2) as (engine, peer, _):
+            peer.submit(1, bytes(4 * 40), max_tokens=1, again=True)
+            while not engine.held:
+                await asyncio.sleep(0.01)
+            Wire(engine, 0, described(num_blocks=2))
+            await asyncio.sleep(0)
+            large = Wire(engine, 1, EIGHT_TOKENS)
+            await large.planned(1)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_never_comes_holds_nobody_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path, groups=2) as (engine, peer, _):
+            peer.submit(1, bytes(4 * 20), max_tokens=1)
+            await Wire(engine, 0, EIGHT_TOKENS).planned(1)
+
+    asyncio.run(scenario())
+
+
+def test_a_core_that_no_worker_fits_any_more_makes_way_for_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path, groups=2) as (engine, _, running):
+            only = Wire(engine, 0, EIGHT_TOKENS)
+            with pytest.raises(Misfit, match="block_size 32"):
+                engine.described(1, described(block_size=32))
+            assert not running.done(), "the first one serves"
+            only.lose()
+            with pytest.raises(Misfit):
+                engine.described(1, described(block_size=32))
+            with pytest.raises(Outgrown, match="block_size 32"):
+                await asyncio.wait_for(running, PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("groups", "error"), [(1, StartupError), (2, Misfit)])
+def test_only_the_one_worker_that_there_is_ends_a_scheduler_of_another_model(
+    tmp_path: Path, groups: int, error: type[Exception]
+) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path, groups=groups) as (engine, _, _):
+            with pytest.raises(error, match="fingerprint another"):
+                engine.described(0, described(fingerprint="another"))
+
+    asyncio.run(scenario())
+
+
 def test_a_malformed_submit_fails_alone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as (engine, peer, _):
             peer.submit(1, bytes(8))
             peer.submit(2, b"odd")
-            ended = await asyncio.wait_for(peer.end(), 5)
+            ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
             assert (ended.handle, ended.failure.code) == (2, grpc.StatusCode.INTERNAL.value[0])
             peer.abort("request-1")
-            assert (await asyncio.wait_for(peer.end(), 5)).handle == 1, "the connection goes on"
+            assert (await asyncio.wait_for(peer.end(), PATIENCE_S)).handle == 1, "the connection goes on"
             assert engine.held == 0
 
     asyncio.run(scenario())
@@ -188,6 +279,6 @@ def test_a_bug_ends_the_process_instead_of_leaving_it_deaf(tmp_path: Path, verb:
             else:
                 peer.abort("nobody")
             with pytest.raises(ZeroDivisionError):
-                await asyncio.wait_for(running, 5)
+                await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(scenario())

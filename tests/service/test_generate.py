@@ -14,9 +14,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
 from tandem.models import model_folder
-from tests.service.tandem_process import Output, Tandem, follow, generate, generate_all, running, until_idle
+from tests.patience import PATIENCE_S
+from tests.service.tandem_process import (
+    Output,
+    Tandem,
+    ending_early,
+    follow,
+    generate,
+    generate_all,
+    load,
+    running,
+    until_idle,
+)
 
 PROMPT = "It is a truth universally"
+LONG = 1900
+"""Tokens of an output that is still growing when a test has done something about it."""
 
 
 @pytest.fixture(scope="module")
@@ -183,24 +196,23 @@ def test_a_stop_string_is_never_shown(service: Tandem) -> None:
 def test_a_live_id_is_refused_a_second_time_and_can_be_aborted_from_elsewhere(service: Tandem) -> None:
     async def scenario() -> tuple[aio.AioRpcError, aio.AioRpcError, bool]:
         async with aio.insecure_channel(service.endpoint) as one, aio.insecure_channel(service.endpoint) as other:
-            first, output = (
-                asyncio.create_task(follow(one, request(request_id="mine", max_tokens=1900), Output())),
-                Output(),
-            )
-            await asyncio.sleep(0.3)
+            output = Output()
+            first = asyncio.create_task(follow(one, request(request_id="mine", max_tokens=LONG), output))
+            while not output.token_ids:
+                await asyncio.sleep(0.01)
             with pytest.raises(aio.AioRpcError) as duplicate:
-                await follow(other, request(request_id="mine"), output)
+                await follow(other, request(request_id="mine"), Output())
             stub = generation_pb2_grpc.GenerationServiceStub(other)
             found = (await stub.Abort(pb.AbortRequest(request_id="mine"))).found
             with pytest.raises(aio.AioRpcError) as aborted:
                 await first
             return duplicate.value, aborted.value, found
 
-    duplicate, aborted, found = asyncio.run(scenario())
+    with ending_early(service.endpoint, LONG):
+        duplicate, aborted, found = asyncio.run(scenario())
     assert found
     assert duplicate.code() is grpc.StatusCode.ALREADY_EXISTS
     assert aborted.code() is grpc.StatusCode.CANCELLED
-    asyncio.run(until_idle(service.endpoint))
 
 
 def test_a_deadline_frees_everything(service: Tandem) -> None:
@@ -208,12 +220,12 @@ def test_a_deadline_frees_everything(service: Tandem) -> None:
         async with aio.insecure_channel(service.endpoint) as channel:
             with pytest.raises(aio.AioRpcError) as caught:
                 stub = generation_pb2_grpc.GenerationServiceStub(channel)
-                async for _ in stub.Generate(request(max_tokens=1900), timeout=0.4):
+                async for _ in stub.Generate(request(max_tokens=LONG), timeout=0.4):
                     pass
             return caught.value
 
-    assert asyncio.run(scenario()).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    asyncio.run(until_idle(service.endpoint))
+    with ending_early(service.endpoint, LONG):
+        assert asyncio.run(scenario()).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_more_important_requests_come_first(tmp_path) -> None:
@@ -223,19 +235,25 @@ def test_more_important_requests_come_first(tmp_path) -> None:
         async def scenario() -> list[str]:
             ended: list[str] = []
 
-            async def one(name: str, priority: int) -> None:
-                await follow(channel, request(priority=priority, max_tokens=60), Output())
+            async def one(name: str, priority: int, max_tokens: int = 20) -> None:
+                await follow(channel, request(priority=priority, max_tokens=max_tokens), Output())
                 ended.append(name)
 
             async with aio.insecure_channel(service.endpoint) as channel:
-                tasks = [asyncio.create_task(one(name, 1)) for name in ("first", "second", "third")]
-                await asyncio.sleep(0.1)
-                tasks.append(asyncio.create_task(one("important", 0)))
-                await asyncio.gather(*tasks)
+                first = asyncio.create_task(one("first", 1, LONG))
+                while not (await load(service.endpoint)).running:
+                    await asyncio.sleep(0.01)
+                others = [asyncio.create_task(one(name, 1)) for name in ("second", "third")]
+                while (await load(service.endpoint)).queued < len(others):
+                    await asyncio.sleep(0.01)
+                important = asyncio.create_task(one("important", 0))
+                while not important.done() and (await load(service.endpoint)).queued <= len(others):
+                    await asyncio.sleep(0.01)
+                first.cancel()
+                await asyncio.gather(important, *others)
             return ended
 
-        ended = asyncio.run(scenario())
-        assert ended.index("important") <= 1, ended
+        assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == ["important", "second", "third"]
 
 
 def test_what_can_never_fit_the_pool_is_refused_at_once(tmp_path) -> None:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb import generation_pb2 as pb
 from shared.rpc import until_serving
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
 
 STEP_TIMEOUT_S = 2.0
@@ -76,7 +77,7 @@ async def disturbed(service: Tandem, wanted: list[pb.GenerateRequest], *faults: 
                 await asyncio.sleep(0.01)
             assert not streams.done(), "the run was too short to disturb"
             fault()
-        await asyncio.wait_for(streams, 120)
+        await asyncio.wait_for(streams, PATIENCE_S)
     return outputs
 
 
@@ -172,7 +173,7 @@ def test_a_dead_frontend_ends_its_own_streams_alone(service: Tandem, fate: signa
     ends, longest = asyncio.run(scenario())
     assert ends == {"OK", "UNAVAILABLE"}, "16 connections spread over both frontends"
     assert len(longest.token_ids) == 300
-    asyncio.run(until_idle(service.endpoint, within=10))
+    asyncio.run(until_idle(service.endpoint))
     while len(service.processes("frontend")) < 2:
         time.sleep(0.05)
 
@@ -184,12 +185,12 @@ def test_clients_can_see_that_nobody_serves(service: Tandem) -> None:
         stopped.send_signal(signal.SIGSTOP)
         async with aio.insecure_channel(service.endpoint) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            async for answer in stub.Watch(health_pb2.HealthCheckRequest(service="tandem.Active"), timeout=20):
+            async for answer in stub.Watch(health_pb2.HealthCheckRequest(service="tandem.Active"), timeout=PATIENCE_S):
                 if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                     break
         await until_serving(service.endpoint, "tandem.Active")
 
-    asyncio.run(asyncio.wait_for(scenario(), 40))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_two_groups_of_two_ranks_lose_a_rank_each(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
 from shared.ports import find_free
 from tandem.models import model_folder
+from tests.patience import PATIENCE_S
 
 MODEL = model_folder("tiny")
 ENDINGS = ("finishes", "is cancelled", "is too late", "is aborted", "is wrong", "stops", "has three samples")
@@ -102,14 +103,14 @@ def test_nothing_is_left_of_two_hundred_requests_and_two_dead_workers(tmp_path: 
         async with service(tmp_path, worker) as (engine, frontend):
             async with aio.insecure_channel(f"127.0.0.1:{frontend.own_port}") as channel:
                 stub = generation_pb2_grpc.GenerationServiceStub(channel)
-                await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=30)
+                await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=PATIENCE_S)
                 tasks = []
                 for number in range(210):
                     tasks.append(asyncio.create_task(one(stub, number, ENDINGS[number % len(ENDINGS)])))
                     await asyncio.sleep(0.01)
                     if number in (70, 140):
                         await asyncio.to_thread(worker.die_and_return)
-                endings = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+                endings = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
             counted = {
                 ending: {endings[i] for i in range(210) if ENDINGS[i % len(ENDINGS)] == ending} for ending in ENDINGS
             }
@@ -118,7 +119,7 @@ def test_nothing_is_left_of_two_hundred_requests_and_two_dead_workers(tmp_path: 
             assert "DEADLINE_EXCEEDED" in counted["is too late"] <= {"DEADLINE_EXCEEDED", "OK"}
             assert "CANCELLED" in counted["is cancelled"] and "CANCELLED" in counted["is aborted"]
             assert counted["is cancelled"] | counted["is aborted"] <= {"CANCELLED", "OK"}
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + PATIENCE_S
             while engine.held or frontend.link.held or frontend.service.live:
                 assert time.monotonic() < deadline, (engine.held, frontend.link.held, frontend.service.live)
                 await asyncio.sleep(0.02)

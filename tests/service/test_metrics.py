@@ -18,6 +18,7 @@ from scheduler_svc.snapshots import INTERVAL_S
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
 from shared.ports import find_free
+from tests.patience import PATIENCE_S
 from tests.service.collector import Collector, collecting
 from tests.service.scrape import Scrape, scrape, scrape_until
 from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
@@ -157,7 +158,7 @@ def test_counts_outlive_their_process(metered: Metered, role: str) -> None:
     metered.service.processes(role)[0].kill()
     counters = [name for name, kind in before.kinds.items() if kind == "counter" and "cpu_seconds" not in name]
     again = scrape_until(
-        metered.scheduler, lambda now: now.value("tandem_process_starts_total", process=role) == starts + 1, 10
+        metered.scheduler, lambda now: now.value("tandem_process_starts_total", process=role) == starts + 1
     )
     for name in counters:
         if "starts" not in name:
@@ -188,7 +189,7 @@ async def while_running(service: Tandem, wanted: list[pb.GenerateRequest], role:
         while not all(len(output.token_ids) > 5 for output in outputs):
             await asyncio.sleep(0.01)
         service.processes(role)[0].kill()
-        await asyncio.wait_for(streams, 60)
+        await asyncio.wait_for(streams, PATIENCE_S)
     return outputs
 
 

@@ -12,6 +12,7 @@ from scheduler_svc.metrics_hub import MetricsHub
 from scheduler_svc.snapshots import decode, encode, metrics, push, take
 from shared.histogram import Histogram
 from shared.metrics import counter, gauge, histogram
+from tests.patience import PATIENCE_S
 
 LIVES = st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.booleans()), max_size=8)
 """Of each process: what it counted between its snapshots, and whether it is dead by now."""
@@ -93,7 +94,7 @@ def test_the_last_counts_arrive_when_a_process_stops(tmp_path: Path) -> None:
             while samples(hub)["c_total"] != 5:
                 await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_a_metric_that_fails_ends_the_metrics_alone(tmp_path: Path) -> None:
@@ -105,4 +106,4 @@ def test_a_metric_that_fails_ends_the_metrics_alone(tmp_path: Path) -> None:
         async with await MetricsHub().serve(str(tmp_path / "s")):
             await push(tmp_path / "s", read)
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

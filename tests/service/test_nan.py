@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from shared.pb import generation_pb2 as pb
 from tandem.models import model_folder
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Output, follow, generate_all, running, until_idle
 
 POISON = 1000
@@ -52,7 +53,7 @@ def test_one_request_fails_and_its_neighbours_do_not_notice(poisoned: Path, tmp_
             wanted = [*healthy, *(request([*shared, POISON, number]) for number in range(4))]
             async with aio.insecure_channel(service.endpoint) as channel:
                 streams = (follow(channel, *pair) for pair in zip(wanted, outputs, strict=True))
-                ends = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 60)
+                ends = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), PATIENCE_S)
             assert [output.token_ids for output in outputs[:4]] == [output.token_ids for output in expected]
             return ends[4:]
 

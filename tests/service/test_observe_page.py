@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.ports import find_free
+from tests.patience import PATIENCE_S
 from tests.service.scrape import scrape
 from tests.service.tandem_process import running
 
@@ -44,6 +45,6 @@ def test_a_metrics_port_that_is_taken_is_one_line(tmp_path: Path, taken: str) ->
         port = str(server.getsockname()[1])
         command = [sys.executable, "-m", "tandem", taken, "--model", "tiny", "--metrics-port", port]
         command += ["--port", str(find_free("127.0.0.1"))] + ["--workers", "127.0.0.1:1"] * (taken == "scheduler")
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert result.returncode and "--metrics-port" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr

@@ -5,10 +5,9 @@ import contextlib
 import json
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from shared.pb import generation_pb2 as pb
 from shared.ports import find_free
 from shared.process import STARTUP_FAILED
 from tandem import Client, gateway
-from tests.service.tandem_process import Tandem, generate, load, running, until_idle
+from tests.patience import PATIENCE_S
+from tests.service.tandem_process import Tandem, ending_early, generate, load, running
 from tests.service.test_docs import DOCS, blocks
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
@@ -46,11 +46,16 @@ class OpenAI(Tandem):
     def client(self, **options: Any) -> Any:
         return client(self.http_port, **options)
 
+    def asking(self) -> Any:
+        """A client whose calls are awaited."""
+        url = f"http://127.0.0.1:{self.http_port}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=PATIENCE_S)
+
 
 def client(http_port: int, **options: Any) -> Any:
     """Without retries of its own: the first answer counts."""
     return openai.OpenAI(
-        base_url=f"http://127.0.0.1:{http_port}/v1", max_retries=0, timeout=60, **{"api_key": "any", **options}
+        base_url=f"http://127.0.0.1:{http_port}/v1", max_retries=0, timeout=PATIENCE_S, **{"api_key": "any", **options}
     )
 
 
@@ -213,55 +218,50 @@ def test_penalties_arrive(service: OpenAI) -> None:
     assert penalised == expected(service, request, 40)
 
 
-LONG = {"model": "tiny", "prompt": TEXT, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {"model": "tiny", "prompt": TEXT, "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
 
 
-def wait_running(service: Tandem, count: int) -> None:
-    deadline = time.monotonic() + 10
-    while asyncio.run(load(service.endpoint)).running != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+async def until(service: Tandem, condition: Callable[[pb.GetLoadResponse], bool]) -> None:
+    """Waits until the service is as busy as that."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition(await load(service.endpoint)):
+            await asyncio.sleep(0.02)
 
 
 def test_a_client_that_leaves_a_stream_ends_its_request(service: OpenAI) -> None:
-    stream = service.client().completions.create(**LONG, stream=True)
-    next(iter(stream))
-    wait_running(service, 1)
-    stream.close()
-    asyncio.run(until_idle(service.endpoint))
+    with ending_early(service.endpoint, LONG["max_tokens"]):
+        stream = service.client().completions.create(**LONG, stream=True)
+        next(iter(stream))
+        asyncio.run(until(service, lambda load: load.running == 1))
+        stream.close()
 
 
 def test_a_client_that_leaves_before_its_answer_ends_its_request(service: OpenAI) -> None:
     async def scenario() -> None:
-        url = f"http://127.0.0.1:{service.http_port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as asking:
+        async with service.asking() as asking:
             call = asyncio.create_task(asking.completions.create(**LONG))
-            async with asyncio.timeout(10):
-                while not (await load(service.endpoint)).running:
-                    await asyncio.sleep(0.02)
+            await until(service, lambda load: load.running == 1)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
-            await until_idle(service.endpoint)
 
-    asyncio.run(scenario())
+    with ending_early(service.endpoint, LONG["max_tokens"]):
+        asyncio.run(scenario())
 
 
 def test_who_finds_the_queue_full_gets_429(service: OpenAI) -> None:
-    refused: list[Any] = []
+    async def scenario() -> None:
+        async with service.asking() as asking:
+            taken = [asyncio.create_task(asking.completions.create(**LONG)) for _ in range(6)]  # two run, four wait
+            await until(service, lambda load: load.queued == 4)
+            with pytest.raises(openai.RateLimitError, match="try again"):
+                await asking.completions.create(**LONG)
+            for call in taken:
+                call.cancel()
+            ends = await asyncio.gather(*taken, return_exceptions=True)
+            assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
 
-    def ask() -> None:
-        try:
-            service.client().completions.create(**LONG | {"max_tokens": 250})
-        except openai.RateLimitError as error:
-            refused.append(error)
-
-    askers = [threading.Thread(target=ask) for _ in range(9)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join()
-    assert len(refused) == 3  # two run, four wait
-    assert all("try again" in str(error) for error in refused)
+    with ending_early(service.endpoint, 6 * LONG["max_tokens"]):
+        asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("role", ["rank", "core"])
@@ -285,7 +285,7 @@ def test_the_pages_examples_run(service: OpenAI) -> None:
     assert "tandem openai" in install and len(shell) == 1
     for command in (["bash", "-euc", shell[0]], [sys.executable, "-c", blocks(page, "python")[0]]):
         command[-1] = command[-1].replace("127.0.0.1:8000", f"127.0.0.1:{service.http_port}")
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         assert result.returncode == 0 and "completion_tokens" in result.stdout, result
 
 
@@ -300,7 +300,7 @@ def test_a_busy_port_is_one_line(service: OpenAI) -> None:
     for flag in ("--http-port", "--http-metrics-port"):
         free = [] if flag == "--http-port" else ["--http-port", str(find_free("127.0.0.1"))]
         result = subprocess.run(
-            [*command, *free, flag, str(service.http_port)], capture_output=True, text=True, timeout=60
+            [*command, *free, flag, str(service.http_port)], capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert result.returncode and str(service.http_port) in result.stderr and flag in result.stderr
         assert len(result.stderr.splitlines()) == 1
@@ -309,7 +309,10 @@ def test_a_busy_port_is_one_line(service: OpenAI) -> None:
 def test_an_option_that_the_gateway_does_not_know_is_told_once() -> None:
     command = [sys.executable, "-m", "tandem", "openai", "--port", str(find_free("127.0.0.1")), "--http-port"]
     result = subprocess.run(
-        [*command, str(find_free("127.0.0.1")), "--", "--no-such-option"], capture_output=True, text=True, timeout=60
+        [*command, str(find_free("127.0.0.1")), "--", "--no-such-option"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert result.returncode == STARTUP_FAILED and result.stderr.count("unrecognized arguments") == 1
 
@@ -327,7 +330,7 @@ def test_further_options_reach_the_gateway_and_it_dies_with_whoever_started_it(t
     finally:
         service.process.kill()
         service.process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while any(is_alive(process) for process in family):
         assert time.monotonic() < deadline, family
         time.sleep(0.05)
@@ -378,7 +381,7 @@ def test_a_gateway_sends_prompts_to_the_engine_that_has_their_prefix(tmp_path: P
             expected((one, two)[number % 2], pb.GenerateRequest(text=prompt), 1)
         with gateway_before(tmp_path / "gateway", one, two) as (http, metrics):
             blocks = len(prompts) * 2
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE_S
             while metric(metrics, "smg_kv_index_blocks") < blocks:
                 assert time.monotonic() < deadline, (tmp_path / "gateway").read_text()
                 time.sleep(0.1)

@@ -15,11 +15,12 @@ import pytest
 from shared.ports import find_free, require_free
 from shared.process import STARTUP_FAILED
 from tandem.models import model_folder
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Tandem, running
 
 
 def tandem(
-    *arguments: str, stdin: str = "", timeout: float = 60, env: dict[str, str] | None = None
+    *arguments: str, stdin: str = "", timeout: float = PATIENCE_S, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tandem", *arguments]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, env=env)
@@ -96,7 +97,7 @@ def test_no_torch(tmp_path: Path, command: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]), "TANDEM_LOG_LEVEL": "ERROR"}
     if command == "demo":
         result = subprocess.run(
-            [sys.executable, "-m", "tandem.demo"], capture_output=True, text=True, env=env, timeout=60
+            [sys.executable, "-m", "tandem.demo"], capture_output=True, text=True, env=env, timeout=PATIENCE_S
         )
     else:
         result = tandem(command, "--model", "tiny", "--port", str(find_free("127.0.0.1")), env=env)
@@ -125,7 +126,7 @@ def test_generate_reads_standard_input_and_prints_json(service: Tandem) -> None:
 
 def test_text_that_is_not_utf_8(service: Tandem) -> None:
     command = [sys.executable, "-m", "tandem", "generate", "-", "--endpoint", service.endpoint]
-    result = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60)
+    result = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=PATIENCE_S)
     assert result.returncode == 1 and result.stderr.startswith(b"tandem: ") and result.stderr.count(b"\n") == 1
 
 
@@ -167,7 +168,7 @@ def test_a_scheduler_and_a_worker_of_different_models(tmp_path: Path) -> None:
     try:
         assert worker.stdout is not None and worker.stdout.readline()
         arguments = ["--model", "tiny", "--workers", f"127.0.0.1:{port}", "--port", str(find_free("127.0.0.1"))]
-        result = tandem("scheduler", *arguments, env={**os.environ, "TANDEM_LOG_LEVEL": "WARNING"})
+        result = tandem("scheduler", *arguments, env={**os.environ, "TANDEM_LOG_LEVEL": "ERROR"})
         one_line(result, "other", "fingerprint")
     finally:
         worker.terminate()
@@ -184,8 +185,8 @@ def test_a_signal_leaves_no_process_and_no_socket(tmp_path: Path, number: signal
     family = service.everyone()
     assert list(sockets.rglob("*.sock"))
     service.process.send_signal(number)
-    assert service.process.wait(timeout=30) == 0
-    assert psutil.wait_procs(family, timeout=2)[1] == []
+    assert service.process.wait(timeout=PATIENCE_S) == 0
+    assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
     assert list(sockets.iterdir()) == []
     require_free("127.0.0.1", service.port)
 
@@ -194,7 +195,7 @@ def test_a_second_ctrl_c_waits_for_no_stream_and_leaves_nothing_either(tmp_path:
     """Also on an IPv6 address."""
     files = tmp_path / "files"
     files.mkdir()
-    arguments = ["--kv-cache-memory", "64", "--drain-timeout", "60", "--host", "::1"]
+    arguments = ["--kv-cache-memory", "64", "--drain-timeout", str(10 * PATIENCE_S), "--host", "::1"]
     service = Tandem(tmp_path / "log", *arguments, TMPDIR=str(files))
     assert f"[::1]:{service.port}" in service.wait_ready()
     family = service.everyone()
@@ -207,10 +208,10 @@ def test_a_second_ctrl_c_waits_for_no_stream_and_leaves_nothing_either(tmp_path:
         with pytest.raises(subprocess.TimeoutExpired):
             service.process.wait(1)
         service.process.send_signal(signal.SIGINT)
-        assert service.process.wait(10) == 0
-        _, told = generate.communicate(timeout=30)  # it waits for another server first
+        assert service.process.wait(PATIENCE_S) == 0
+        _, told = generate.communicate(timeout=PATIENCE_S)  # it waits for another server first
         assert generate.returncode == 1 and told.startswith("tandem: "), told
-    assert psutil.wait_procs(family, timeout=2)[1] == []
+    assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
     assert list(files.iterdir()) == []
     assert "Traceback" not in service.log.read_text()
 
@@ -238,7 +239,7 @@ def test_a_step_smaller_than_the_batch_is_one_line(command: str) -> None:
 def test_no_room_for_the_output_is_one_line(service: Tandem) -> None:
     command = [sys.executable, "-m", "tandem", "generate", "It is", "--endpoint", service.endpoint, "--max-tokens", "3"]
     with open("/dev/full", "w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     one_line(result, "No space left")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shared.ports import find_free
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Tandem, generate_all, running
 from tests.service.test_metrics import documented, requests
 
@@ -55,7 +56,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 
 def load_until_scraped(service: Tandem, port: int) -> None:
     """Requests, until the metrics have been seen to rise by both jobs."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         asyncio.run(generate_all(service.endpoint, requests(4)))
         seen = {"tandem_requests_total", "tandem_worker_tokens_total"}
@@ -70,7 +71,7 @@ def load_until_scraped(service: Tandem, port: int) -> None:
 def query(port: int, path: str, **parameters: str) -> Any:
     """The data of an answer that succeeded."""
     url = f"http://127.0.0.1:{port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         told = json.load(answer)
     assert told["status"] == "success"
     return told["data"]
@@ -89,7 +90,7 @@ def test_every_panel_shows_something(ask: Ask, expression: str) -> None:
 
 @needs_prometheus
 def test_the_rules_are_sound_and_silent_while_all_is_well(ask: Ask) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while "unknown" in {rule["health"] for rule in ask("rules")["groups"][0]["rules"]}:
         assert time.monotonic() < deadline, "the rules were never evaluated"
         time.sleep(0.1)

@@ -8,6 +8,7 @@ import grpc
 from grpc import aio
 
 from shared.pb import generation_pb2 as pb
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Output, follow, generate_all, running, until_idle
 
 POISON = 1535
@@ -47,7 +48,7 @@ def test_one_request_kills_every_worker_and_its_neighbours_go_on(tmp_path: Path)
         async with aio.insecure_channel(endpoint) as channel:
             wanted = [request([7, POISON, 8]), *innocent]
             streams = (follow(channel, *pair) for pair in zip(wanted, outputs, strict=True))
-            ends = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 120)
+            ends = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), PATIENCE_S)
         assert not any(ends[1:]), ends
         return ends[0], outputs[1:]
 

@@ -19,6 +19,7 @@ import pytest
 from shared.ports import find_free
 from shared.rpc import until_serving
 from tandem import AsyncClient, Client, Delta
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import running
 
 WANTED: list[tuple[Any, dict[str, Any]]] = [
@@ -57,7 +58,7 @@ class Scheduler:
 
     def ready(self) -> None:
         """Waits until it serves."""
-        asyncio.run(asyncio.wait_for(until_serving(self.endpoint, "tandem.Active"), 30))
+        asyncio.run(asyncio.wait_for(until_serving(self.endpoint, "tandem.Active"), PATIENCE_S))
 
     def kill(self) -> None:
         """Parent, core and frontends, all at once."""
@@ -144,7 +145,7 @@ async def all_at_once(endpoint: str, disturb: Callable[[Delta], None]) -> list[A
         return joined(deltas)
 
     async with AsyncClient(endpoint) as client:
-        return await asyncio.wait_for(asyncio.gather(*(one(client, *wanted) for wanted in WANTED)), 120)
+        return await asyncio.wait_for(asyncio.gather(*(one(client, *wanted) for wanted in WANTED)), PATIENCE_S)
 
 
 def expected(endpoint: str) -> list[Any]:

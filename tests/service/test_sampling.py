@@ -25,6 +25,7 @@ from shared.logprobs import TokenEntry
 from shared.pb import generation_pb2 as pb
 from tandem import Client, InvalidRequest
 from tandem.models import model_folder
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
 from tests.service.test_loss import STEP_TIMEOUT_S, disturbed, kill
 from tests.worker.model_folder import reference_logits
@@ -231,7 +232,7 @@ def test_a_worker_dies_within_a_prompt(service: Tandem) -> None:
             await asyncio.sleep(0.002)
         assert len(output.prompt_logprobs) < 2000, "the prompt was too short to disturb"
         kill(service, "launcher")()
-        await asyncio.wait_for(streams, 60)
+        await asyncio.wait_for(streams, PATIENCE_S)
         return output
 
     assert_same([asyncio.run(scenario())], [expected])
@@ -269,7 +270,7 @@ def test_the_examples_of_the_documentation_run(service: Tandem) -> None:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", DOCUMENTATION.read_text(), re.MULTILINE | re.DOTALL)
     (code,) = (text for language, text in blocks if language == "python")
     (command,) = (text for language, text in blocks if not language)
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=60, check=True)
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     shown = run([sys.executable, "-c", code.replace("127.0.0.1:50051", service.endpoint)]).stdout
     assert shown.startswith("It is a truth universally acknowledged") and shown.count("most likely") == 16
     _, *words = shlex.split(command)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tandem import Client
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Tandem, running
 
 LINES = 120
@@ -63,7 +64,7 @@ def test_a_batch_killed_again_and_again_loses_and_doubles_nothing(service: Tande
     """Also while the core dies, and by Ctrl-C. Each leaves a torn line behind, as a machine that dies would."""
     write_requests(tmp_path / "in")
     whole = tandem(service, "batch", str(tmp_path / "in"), str(tmp_path / "undisturbed"))
-    assert whole.wait(120) == 0, whole.communicate()
+    assert whole.wait(PATIENCE_S) == 0, whole.communicate()
     arguments = ["batch", str(tmp_path / "in"), str(tmp_path / "out"), "--max-concurrency", "8"]
     rng = random.Random(5)
     for death in range(3):
@@ -75,14 +76,14 @@ def test_a_batch_killed_again_and_again_loses_and_doubles_nothing(service: Tande
         if death == 1:
             service.processes("core")[0].kill()
         victim.send_signal(signal.SIGINT if death == 2 else signal.SIGKILL)
-        _, told = victim.communicate(timeout=30)
+        _, told = victim.communicate(timeout=PATIENCE_S)
         if death == 2:
             assert victim.returncode == 1 and re.search(r"^tandem: stopped; \d+ of 120 requests are left", told, re.M)
         with (tmp_path / "out").open("a") as out:
             out.write('{"id": "batch_req_torn", "custom_id": "r1')
     assert whole_lines(tmp_path / "out") < LINES, "the runs were too short to disturb"
     last = tandem(service, *arguments)
-    _, told = last.communicate(timeout=120)
+    _, told = last.communicate(timeout=PATIENCE_S)
     assert last.returncode == 0 and f"{LINES}/{LINES}" in told, told
     assert answers(tmp_path / "out") == answers(tmp_path / "undisturbed")
 
@@ -100,7 +101,7 @@ def test_top_tells_what_happened(service: Tandem) -> None:
     assert (latest.request_id, latest.outcome) == (completion.request_id, "length")
     assert (latest.prompt_tokens, latest.cached_tokens, latest.completion_tokens) == (prompt, 0, 20)
     assert latest.age_s < 5
-    shown, _ = tandem(service, "top", "--once", "--interval", "0.1").communicate(timeout=30)
+    shown, _ = tandem(service, "top", "--once", "--interval", "0.1").communicate(timeout=PATIENCE_S)
     assert "tiny (Qwen3ForCausalLM, float64)" in shown and completion.request_id[:8] in shown
     assert re.search(r"running +0 of 8", shown)
 
@@ -119,7 +120,7 @@ def test_top_is_live_until_ctrl_c(service: Tandem) -> None:
     with contextlib.suppress(OSError):  # the other end is closed
         while more := os.read(terminal, 65536):
             shown += more
-    assert top.wait(10) == 0 and b"Traceback" not in shown
+    assert top.wait(PATIENCE_S) == 0 and b"Traceback" not in shown
     assert b"\x1b[?1049h" in shown and shown.rindex(b"\x1b[?1049l") > shown.rindex(b"tokens/s")
     os.close(terminal)
 
@@ -140,7 +141,7 @@ def test_bench_measures_any_service(service: Tandem, tmp_path: Path) -> None:
     ]
     rates = ["--request-rate", "50", "--json", str(points), "--plot", str(plot)]
     bench = tandem(service, "bench", *arguments, *rates)
-    shown, told = bench.communicate(timeout=90)
+    shown, told = bench.communicate(timeout=PATIENCE_S)
     assert bench.returncode == 0, told
     assert "6, 50/s" in shown and "6/6" in told
     for point in json.loads(points.read_text()):

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from shared.pb import generation_pb2 as pb
 from tandem.models import model_folder
+from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Tandem, generate, running
 
 BLOCK_SIZE = 64
@@ -89,7 +90,7 @@ async def complete(stub: Any, prompt: list[int], max_tokens: int) -> vllm.Genera
 
 async def known(follower: Follower, prompt: list[int], tokens: int) -> None:
     """Waits until the events tell that so many tokens of the prompt are cached."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while follower.cached_tokens(prompt) != tokens:
             await asyncio.sleep(0.02)
 

@@ -10,6 +10,7 @@ from grpc import aio
 from scheduler_svc.worker_client import WorkerLink
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.types import StepPlan, StepResult, WorkerDescription
+from tests.patience import PATIENCE_S
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
@@ -86,7 +87,7 @@ def test_a_long_step_gathers_no_heartbeats() -> None:
                 await asyncio.sleep(0.01)
             assert listener.losses == 0
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_the_first_round_trip_counts_whole_but_not_the_opening() -> None:
@@ -100,7 +101,7 @@ def test_the_first_round_trip_counts_whole_but_not_the_opening() -> None:
             assert link.depth == 4, link._round_trip_s
             assert link._round_trip_s < 0.5
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_each_loss_is_logged_though_the_reason_is_the_same() -> None:
@@ -110,5 +111,5 @@ def test_each_loss_is_logged_though_the_reason_is_the_same() -> None:
                 await asyncio.sleep(0.01)
 
     with structlog.testing.capture_logs() as logs:
-        asyncio.run(asyncio.wait_for(scenario(), 10))
+        asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert [entry["event"] for entry in logs[:4]] == ["worker connected", "no worker"] * 2

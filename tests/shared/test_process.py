@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.process import STARTUP_FAILED, Supervisor, stop
+from tests.patience import PATIENCE_S
 
 POLITE = "import time; time.sleep(60)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
@@ -60,7 +61,7 @@ def test_a_child_dies_with_its_killed_parent(module) -> None:
     assert is_alive(pid)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_alive(pid)
@@ -81,7 +82,7 @@ def test_a_child_that_ends_is_started_again(module, tmp_path: Path) -> None:
             await asyncio.sleep(0.02)
         await family.stop(["brief"], 1.0, asyncio.Event())
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_a_child_that_cannot_start_ends_the_family(module, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +93,7 @@ def test_a_child_that_cannot_start_ends_the_family(module, capsys: pytest.Captur
         family.start("misconfigured", name, [])
         return await family.run(asyncio.Event(), asyncio.sleep(60), "ready")
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert capsys.readouterr().out == ""
 
 
@@ -105,7 +106,7 @@ def test_a_child_that_keeps_ending_before_ready_ends_the_family(module, tmp_path
         family.start("broken", name, [])
         return await family.run(asyncio.Event(), asyncio.sleep(60), "ready")
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert log.read_text() == "xxxxx"
 
 
@@ -125,4 +126,4 @@ def test_after_ready_even_that_child_is_started_again(module, tmp_path: Path) ->
         await family.stop(["late"], 1.0, asyncio.Event())
         return failed
 
-    assert not asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert not asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))

@@ -92,6 +92,8 @@ def test_bash_completes(on_path: str) -> None:
         ("top", "tandem serve"),
         ("bench", "tandem serve"),
         ("batch IN OUT", "tandem serve"),
+        ("drain 127.0.0.1:1", "127.0.0.1:1"),
+        ("drain 127.0.0.1:1 --timeout 0", "0.1 to 86400"),
         ("top --interval 0", "0.1 to 60"),
         ("bench --request-rate 0", "--request-rate"),
         ("bench --num-prompts 0", "--num-prompts"),

@@ -51,6 +51,13 @@ def test_a_request_id_is_no_markup_and_a_problem_is_told() -> None:
     assert "[red]x[/red]" in shown and "[connection] refused" in shown
 
 
+def test_a_worker_that_leaves_or_is_away_is_told_with_its_reason() -> None:
+    workers = (WorkerLoad("a:5", True, 2, 80, 60, draining=True), WorkerLoad("b:5", False, 0, 0, 0, problem="[red]"))
+    shown = text(frame(load=replace(LOAD, workers=workers)))
+    assert "draining" in shown and "connected" not in shown
+    assert "away" in shown and "[red]" in shown
+
+
 def test_nothing_has_ended_yet() -> None:
     assert "finished" not in text(frame()) and "latest 0 finished" in text(frame(latest=(request(1, outcome="x"),)))
 

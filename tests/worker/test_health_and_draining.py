@@ -9,6 +9,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from shared.pb import worker_pb2
 from shared.rpc import make_channel
 from shared.wire import description_from_pb
+from tests.patience import PATIENCE_S
 from tests.worker.worker_harness import (
     DESCRIPTION,
     ScriptedGroup,
@@ -42,7 +43,29 @@ def test_draining() -> None:
         assert (await late.ended())[0] is StatusCode.UNAVAILABLE
         assert not drained.done()
         await stream.call.done_writing()
-        await asyncio.wait_for(drained, 5)
+        await asyncio.wait_for(drained, PATIENCE_S)
+
+    run(test)
+
+
+def test_a_drained_worker_stays_and_is_held_by_nobody() -> None:
+    """The call returns when the scheduler has let go; told to stop afterwards, the worker has nothing to wait for."""
+
+    async def test(worker: Worker) -> None:
+        stream = Stream(worker)
+        await stream.send()
+        await stream.read()
+        assert not (await worker.stub.Describe(worker_pb2.DescribeRequest())).draining
+        call = asyncio.ensure_future(worker.stub.Drain(worker_pb2.DrainRequest()))
+        await until_async(lambda: worker.health("readiness"), "NOT_SERVING")
+        await stream.send()
+        assert (await stream.read()).draining
+        assert not call.done()
+        await stream.call.done_writing()
+        await asyncio.wait_for(call, PATIENCE_S)
+        assert (await worker.stub.Describe(worker_pb2.DescribeRequest())).draining
+        await worker.stub.Drain(worker_pb2.DrainRequest())
+        await asyncio.wait_for(worker.server.drain(), PATIENCE_S)
 
     run(test)
 
@@ -52,9 +75,9 @@ def test_draining_ends_with_the_grace_period() -> None:
         stream = Stream(worker)
         await stream.send()
         await stream.read()
-        await asyncio.wait_for(worker.server.drain(), 5)
+        await asyncio.wait_for(worker.server.drain(), PATIENCE_S)
 
-    run(test, drain_timeout=0.3)
+    run(test, drain_timeout=0.3, lease_timeout=2 * PATIENCE_S)
 
 
 def test_calls_are_answered_during_a_step_and_a_stuck_one_is_told() -> None:
@@ -65,7 +88,7 @@ def test_calls_are_answered_during_a_step_and_a_stuck_one_is_told() -> None:
         await stream.send()
         await until_async(lambda: worker.health("readiness"), "NOT_SERVING")
         assert await worker.health("liveness") == "SERVING"
-        await worker.stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+        await worker.stub.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
         worker.group.gate.set()
         await stream.read()
         await until_async(lambda: worker.health("readiness"), "SERVING")

@@ -21,6 +21,7 @@ from shared.pb import worker_pb2_grpc
 from shared.rpc import make_channel
 from shared.types import StepPlan
 from shared.wire import plan_to_pb, result_from_pb
+from tests.patience import PATIENCE_S
 from tests.worker.model_folder import write_model
 from worker_svc.launcher import rank_environment
 
@@ -63,7 +64,7 @@ class Group:
         """Lines on stderr that are no log entries."""
         return [line for line in self.log.read_text().splitlines() if line.strip() and not line.startswith("{")]
 
-    def wait(self, timeout: float = 15) -> int:
+    def wait(self, timeout: float = PATIENCE_S) -> int:
         """Its exit status."""
         return self.process.wait(timeout)
 
@@ -87,7 +88,7 @@ def running(tmp_path: Path, model: Path, **settings: Any) -> Iterator[Group]:
         ranks = group.ranks()
         yield group
         group.wait()
-        _, alive = psutil.wait_procs(ranks, timeout=5)
+        _, alive = psutil.wait_procs(ranks, timeout=PATIENCE_S)
         assert not alive, f"left behind: {alive}"
         assert list(temporary.iterdir()) == []
     finally:
@@ -142,7 +143,7 @@ def test_a_group_refuses_a_plan_on_all_ranks_and_drains_until_its_scheduler_leav
         await channel.close()
 
     with running(tmp_path, model, tensor_parallel=2) as group:
-        asyncio.run(asyncio.wait_for(scheduler(group), 20))
+        asyncio.run(asyncio.wait_for(scheduler(group), PATIENCE_S))
         assert group.wait() == 0
 
 
@@ -172,7 +173,7 @@ def test_a_killed_launcher_takes_its_ranks_along(tmp_path: Path, model: Path) ->
 
 def wait_until_warm(temporary: Path) -> None:
     """The group's folder is gone once no rank needs it any more."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while list(temporary.iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -186,9 +187,7 @@ def test_ranks_keep_nvlink_multicast_off() -> None:
 def refused(log: Path, model: Path, **settings: Any) -> str:
     """The one line of a group that can't start."""
     group = Group(log, model, **settings)
-    started = time.monotonic()
-    assert group.wait(60) not in (0, None)
-    assert time.monotonic() - started < 60
+    assert group.wait() not in (0, None)
     (line,) = group.errors()
     return line
 

@@ -12,6 +12,7 @@ from shared.model_config import load_model_config
 from shared.pb import worker_pb2
 from shared.types import StepPlan
 from shared.wire import description_from_pb, plan_to_pb
+from tests.patience import PATIENCE_S
 from tests.worker.model_folder import write_model
 from tests.worker.planner import Planner, make_runner
 from tests.worker.worker_harness import DECODE, FIRST, PROMPT, Stream, Worker, run, until
@@ -159,7 +160,7 @@ def test_a_group_that_opens_no_epoch_any_more_ends_its_process() -> None:
             code, details = await again.ended()
             assert code is StatusCode.INTERNAL and "an illegal address" in details
         with pytest.raises(RuntimeError, match="an illegal address"):
-            await asyncio.wait_for(ending, 5)
+            await asyncio.wait_for(ending, PATIENCE_S)
 
     run(test)
 
@@ -173,11 +174,11 @@ def test_a_step_begins_while_those_before_it_run() -> None:
         for _ in range(3):
             await stream.send()
         await until(lambda: worker.group.commands == ["open", (1, 1), (1, 2), (1, 3)])
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.5)
         worker.group.results.set()
         assert [(await stream.read()).step_id for _ in range(3)] == [1, 2, 3]
 
-    run(test, lease_timeout=0.4)
+    run(test, lease_timeout=1.0)
 
 
 def test_many_plans_ahead_and_a_closed_side() -> None:

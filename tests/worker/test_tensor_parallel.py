@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from shared.errors import StartupError
 from shared.model_config import load_model_config
+from tests.patience import PATIENCE_S
 from tests.worker.model_folder import write_model, write_moe_model
 from tests.worker.tensor_parallel_rank import outputs
 from worker_svc.model_checks import check_degree
@@ -39,7 +40,7 @@ def test_a_group_equals_one_rank(tmp_path: Path, size: int) -> None:
         for expert_parallel in (False, True):
             specs[f"{name}, {expert_parallel=}"] = {"model": folder, "expert_parallel": expert_parallel}
     ranks = [start_rank(rank, size, tmp_path / "rendezvous", specs.values()) for rank in range(size)]
-    results = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+    results = [json.loads(rank.communicate(timeout=PATIENCE_S)[0].splitlines()[-1]) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks)
     assert all(result == results[0] for result in results), "the ranks disagree"
     for name, result in zip(specs, results[0]["sampled"], strict=True):

@@ -19,6 +19,7 @@ from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.rpc import make_channel
 from shared.types import Admission, RowSampling, StepPlan, StepResult, WorkerDescription
 from shared.wire import plan_to_pb, result_from_pb
+from tests.patience import PATIENCE_S
 from worker_svc.config import WorkerConfig
 from worker_svc.progress import Progress
 from worker_svc.serve import WorkerServer
@@ -60,13 +61,13 @@ class ScriptedGroup:
     def step(self, message: worker_pb2.StepPlan) -> Callable[[], StepResult]:
         self.commands.append((message.epoch, message.step_id))
         with self._progress.step():
-            assert self.gate.wait(20)
+            assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
         return lambda: self._finish(message)
 
     def _finish(self, message: worker_pb2.StepPlan) -> StepResult:
-        assert self.results.wait(20)
+        assert self.results.wait(PATIENCE_S)
         if message.step_id == self.failing:
             raise RuntimeError("an illegal address")
         return StepResult(message.epoch, message.step_id)
@@ -106,7 +107,7 @@ class Stream:
         await self.call.write(plan_to_pb(plan, self.instance))
 
     async def read(self) -> StepResult:
-        message = await asyncio.wait_for(self.call.read(), 10)
+        message = await asyncio.wait_for(self.call.read(), PATIENCE_S)
         assert message is not aio.EOF, f"ended: {await self.call.code()} {await self.call.details()}"
         assert message.instance == self.instance
         return result_from_pb(message)
@@ -114,7 +115,7 @@ class Stream:
     async def ended(self) -> tuple[StatusCode, str]:
         """The status, once what came before it was read."""
         with contextlib.suppress(aio.AioRpcError):
-            while await asyncio.wait_for(self.call.read(), 10) is not aio.EOF:
+            while await asyncio.wait_for(self.call.read(), PATIENCE_S) is not aio.EOF:
                 pass
         return await self.call.code(), await self.call.details()
 
@@ -147,7 +148,7 @@ async def worker(model: Path | None = None, **settings: Any) -> AsyncIterator[Wo
 def run(test: Callable[[Worker], Awaitable[None]], model: Path | None = None, **settings: Any) -> None:
     async def main() -> None:
         async with worker(model, **settings) as running:
-            await asyncio.wait_for(test(running), 30)
+            await asyncio.wait_for(test(running), PATIENCE_S)
 
     asyncio.run(main())
 

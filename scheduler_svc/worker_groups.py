@@ -1,0 +1,110 @@
+"""The links to all worker groups: the one place that decides who is dialled, and when.
+
+Addresses come from the command line, or from a name that is resolved again and again. Knows nothing of plans.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+
+import structlog
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.resolve import is_name, resolve
+from scheduler_svc.worker_client import WorkerLink, WorkerListener
+
+_log = structlog.get_logger(__name__)
+
+
+class WorkerGroups:
+    """Links by number. A number is never given twice: what comes late of a group that is gone hits no other one."""
+
+    def __init__(self, config: SchedulerConfig, listener: WorkerListener, *, instance: int) -> None:
+        self.links: dict[int, WorkerLink] = {}
+        self._config = config
+        self._listener = listener
+        self._instance = instance
+        self._numbers = itertools.count()
+        self._fixed = [target for target in config.workers if not is_name(target)]
+        self._found: dict[str, list[str]] = {target: [] for target in config.workers if is_name(target)}
+        """Addresses by name, as last resolved."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None] | None = None
+        for endpoint in self._fixed:
+            self._add(endpoint)
+
+    @property
+    def any_connected(self) -> bool:
+        """Whether any group can compute now."""
+        return any(link.is_connected for link in self.links.values())
+
+    @property
+    def all_connected(self) -> bool:
+        """Whether all known groups can."""
+        return all(link.is_connected for link in self.links.values())
+
+    async def run(self) -> None:
+        """Dials until cancelled, and lets go of every group then; may be called again. Raises what ends a link."""
+        self._failed = asyncio.get_running_loop().create_future()
+        try:
+            for link in self.links.values():
+                self._spawn(self._keep(link))
+            for name in self._found:
+                self._spawn(self._follow(name))
+            await self._failed
+        finally:
+            ending = list(self._tasks)
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _keep(self, link: WorkerLink) -> None:
+        """To the end of a group whose address is gone."""
+        await link.run()
+        del self.links[link.group]
+        _log.info("worker is gone", endpoint=link.endpoint)
+
+    async def _follow(self, name: str) -> None:
+        """A name that can't be resolved for a while changes nothing: its addresses stay as they were."""
+        reported = ""
+        while True:
+            try:
+                self._found[name] = await resolve(name)
+                reported = ""
+                self._adjust()
+            except OSError as error:
+                if str(error) != reported:
+                    _log.warning("no worker addresses", name=name, reason=str(error))
+                reported = str(error)
+            await asyncio.sleep(self._config.resolve_interval)
+
+    def _adjust(self) -> None:
+        """New addresses are dialled; a group whose address is gone stays until its stream ends."""
+        wanted = {*self._fixed, *itertools.chain.from_iterable(self._found.values())}
+        for link in self.links.values():
+            link.is_wanted = link.endpoint in wanted
+        for endpoint in sorted(wanted - {link.endpoint for link in self.links.values()}):
+            self._spawn(self._keep(self._add(endpoint)))
+
+    def _add(self, endpoint: str) -> WorkerLink:
+        link = WorkerLink(
+            next(self._numbers),
+            endpoint,
+            self._listener,
+            instance=self._instance,
+            step_timeout=self._config.step_timeout,
+        )
+        self.links[link.group] = link
+        return link
