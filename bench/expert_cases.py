@@ -4,7 +4,7 @@ Tokens choose experts at random, each its own. All calls share one layer's weigh
 them has left the L2 cache before another reads it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
 
 import torch
@@ -33,7 +33,7 @@ class Layer:
         """Of one token those after the router's product."""
         matrix = 2 * self._hidden_size * self._width  # bytes of one of an expert's three
         touched = NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** batch)
-        makers = (self._gated_of_one, self._down_of_one, self._all_of_one)
+        makers: tuple[Callable[[int], Call], ...] = (self._gated_of_one, self._down_of_one, self._all_of_one)
         if batch > 1:
             makers = (self._gated, self._down, self._all)
             small = 2 * batch * (NUM_EXPERTS + (TOP_K + 2) * self._hidden_size)

@@ -177,7 +177,7 @@ def _down_kernel(
         for tile in tl.static_range(TILES):
             at = tile * COLUMNS + column
             x = tl.load(x_ptr + k * WIDTH + at, mask=(at < WIDTH) & here, other=0).to(tl.float32)
-            products += weights[k * TILES + tile].to(tl.float32) * (x * probability)[None, :]  # type: ignore[misc]
+            products += weights[k * TILES + tile].to(tl.float32) * (x * probability)[None, :]
     total = tl.sum(products, axis=1)
     if ADD:
         total += tl.load(out_ptr + row, mask=row < HIDDEN_SIZE, other=0).to(tl.float32)
@@ -196,4 +196,5 @@ def _experts_of(
     """See best_experts."""
     index = tl.arange(0, EXPERTS)
     logit = tl.load(logits_ptr + index, mask=index < NUM_EXPERTS, other=-float("inf"), cache_modifier=".cg")
-    return best_experts(logit.to(tl.float32), TOP_K, RENORMALIZE, EXPERTS, PLACES)
+    chosen, p = best_experts(logit.to(tl.float32), TOP_K, RENORMALIZE, EXPERTS, PLACES)
+    return chosen, p

@@ -70,9 +70,9 @@ def group_pairs(experts: Tensor, num_experts: int, block_pairs: int, *, pdl: boo
 
 def _chunk(count: int) -> int:
     """Pairs that a program looks at: all where they are few, else a part, so that there are not too many parts."""
-    if count <= _MOST_ALONE:
-        return max(triton.next_power_of_2(count), _LEAST_CHUNK)
-    return max(triton.next_power_of_2(count // _MOST_CHUNKS), _CHUNK)
+    alone = count <= _MOST_ALONE
+    most: int = triton.next_power_of_2(count if alone else count // _MOST_CHUNKS)
+    return max(most, _LEAST_CHUNK if alone else _CHUNK)
 
 
 @triton.jit

@@ -137,54 +137,56 @@ def _grouped_kernel(
     if GATED:
         wait_for_previous(PDL)
     release_next(PDL)
-    block = tl.program_id(1)
-    if block < tl.load(num_blocks_ptr, cache_modifier=".cg"):
-        HALF: tl.constexpr = BLOCK_PAIRS // 2
-        rows = tl.load(blocks_ptr + 2 * most + block, cache_modifier=".cg")
-        if HALF >= _LEAST_HALF and rows <= HALF:
-            _block_products(
-                half_x,
-                weights,
-                pairs_ptr,
-                blocks_ptr + block,
-                probabilities_ptr,
-                out_ptr,
-                x_stride,
-                most,
-                rows,
-                TOP_K,
-                OUTPUTS,
-                INPUTS,
-                GATED,
-                HALF,
-                BLOCK_OUTPUTS,
-                BLOCK_INPUTS,
-                STAGES,
-                PDL,
-            )
-        else:
-            _block_products(
-                x,
-                weights,
-                pairs_ptr,
-                blocks_ptr + block,
-                probabilities_ptr,
-                out_ptr,
-                x_stride,
-                most,
-                rows,
-                TOP_K,
-                OUTPUTS,
-                INPUTS,
-                GATED,
-                BLOCK_PAIRS,
-                BLOCK_OUTPUTS,
-                BLOCK_INPUTS,
-                STAGES,
-                PDL,
-            )
-    elif not GATED:
-        wait_for_previous(PDL)
+    block_ptr = blocks_ptr + tl.program_id(1)
+    expert = tl.load(block_ptr, cache_modifier=".cg")  # undefined past the last block, but not waited for
+    first = tl.load(block_ptr + most, cache_modifier=".cg")
+    rows = tl.load(block_ptr + 2 * most, cache_modifier=".cg")
+    HALF: tl.constexpr = BLOCK_PAIRS // 2
+    if tl.program_id(1) >= tl.load(num_blocks_ptr, cache_modifier=".cg"):
+        if not GATED:
+            wait_for_previous(PDL)
+    elif HALF >= _LEAST_HALF and rows <= HALF:
+        _block_products(
+            half_x,
+            weights,
+            pairs_ptr,
+            probabilities_ptr,
+            out_ptr,
+            x_stride,
+            expert,
+            first,
+            rows,
+            TOP_K,
+            OUTPUTS,
+            INPUTS,
+            GATED,
+            HALF,
+            BLOCK_OUTPUTS,
+            BLOCK_INPUTS,
+            STAGES,
+            PDL,
+        )
+    else:
+        _block_products(
+            x,
+            weights,
+            pairs_ptr,
+            probabilities_ptr,
+            out_ptr,
+            x_stride,
+            expert,
+            first,
+            rows,
+            TOP_K,
+            OUTPUTS,
+            INPUTS,
+            GATED,
+            BLOCK_PAIRS,
+            BLOCK_OUTPUTS,
+            BLOCK_INPUTS,
+            STAGES,
+            PDL,
+        )
 
 
 @triton.jit
@@ -192,11 +194,11 @@ def _block_products(
     x: tl.tensor,
     weights: tl.tensor_descriptor,
     pairs_ptr: tl.tensor,
-    block_ptr: tl.tensor,
     probabilities_ptr: tl.tensor,
     out_ptr: tl.tensor,
     x_stride: tl.tensor,
-    most: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
     rows: tl.tensor,
     TOP_K: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -208,9 +210,7 @@ def _block_products(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Of one block of `rows` pairs, at most BLOCK_PAIRS. `x` is a pointer where it is GATED, else tiles."""
-    expert = tl.load(block_ptr, cache_modifier=".cg")
-    first = tl.load(block_ptr + most, cache_modifier=".cg")
+    """Of one block: `rows` pairs from `first` on, at most BLOCK_PAIRS. `x` is a pointer where GATED, else tiles."""
     row, column = tl.arange(0, BLOCK_PAIRS), tl.arange(0, BLOCK_INPUTS)
     place = first + tl.minimum(row, rows - 1)  # rows too many repeat the last one, and are not stored
     pair = tl.load(pairs_ptr + place, cache_modifier=".cg")
