@@ -177,10 +177,10 @@ def test_experts_add(tokens: int, sizes: tuple[int, int, int], kind: str, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mean", [1, 12, 40, 100])
-def test_products_with_every_tile(mean: int, dtype: torch.dtype) -> None:
-    """Of each product alone, also where a tile has more pairs, outputs and inputs than there are."""
-    layer = Layer(9, routings(9, 3, 2)["uniform"], (3, 80, 40), dtype)
+@pytest.mark.parametrize(("tokens", "mean"), [(9, 1), (9, 12), (9, 40), (9, 100), (120, 100)])
+def test_products_with_every_tile(tokens: int, mean: int, dtype: torch.dtype) -> None:
+    """Of each product alone, also where a tile has more pairs, outputs and inputs than there are, or half the pairs."""
+    layer = Layer(tokens, routings(tokens, 3, 2)["uniform"], (3, 80, 40), dtype)
     wide, narrow = tiles(mean, dtype)
     groups = group_pairs(layer.routed.experts, 3, wide.pairs)
     pairs, experts = groups.pairs.tolist(), layer.routed.experts.flatten().tolist()
