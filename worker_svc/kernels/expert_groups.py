@@ -75,7 +75,7 @@ def _chunk(count: int) -> int:
     return max(most, _LEAST_CHUNK if alone else _CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _count_kernel(
     experts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -92,7 +92,7 @@ def _count_kernel(
     tl.store(counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "most"])
 def _group_kernel(
     experts_ptr: tl.tensor,
     counts_ptr: tl.tensor,

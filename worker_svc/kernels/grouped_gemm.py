@@ -108,7 +108,7 @@ def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _grouped_kernel(
     x: tl.tensor,
     half_x: tl.tensor,

@@ -48,7 +48,7 @@ def router_products(x: Tensor, norm_weight: Tensor, router: Tensor, *, pdl: bool
     return products, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _router_kernel(
     x_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,

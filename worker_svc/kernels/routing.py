@@ -11,6 +11,7 @@ from worker_svc.kernels.launch import launch_options, release_next, row_stride, 
 from worker_svc.kernels.router import router_products
 
 _BLOCK = 1024  # columns that a program norms at a time
+_PARTS = 16  # of the router's product, that it adds at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,12 @@ def norm_route(
         routed.experts,
         y,
         eps,
+        parts,
         tokens,
         row_stride(x),
         choice.first,
         choice.num_local,
-        PARTS=parts,
+        PARTS=_PARTS,
         HIDDEN_SIZE=hidden_size,
         NUM_EXPERTS=num_experts,
         TOP_K=choice.top_k,
@@ -88,7 +90,7 @@ def norm_route(
     return y, routed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "tokens"])
 def _route_kernel(
     products_ptr: tl.tensor,
     squares_ptr: tl.tensor,
@@ -99,6 +101,7 @@ def _route_kernel(
     experts_ptr: tl.tensor,
     y_ptr: tl.tensor,
     eps: tl.tensor,
+    parts: tl.tensor,
     tokens: tl.tensor,
     x_stride: tl.tensor,
     first: tl.tensor,
@@ -121,10 +124,13 @@ def _route_kernel(
     slot = tl.load(slot_mapping_ptr + token)
     logit = tl.where(expert < NUM_EXPERTS, 0.0, -float("inf"))
     square = 0.0
-    for part in tl.static_range(PARTS):
-        row = part * tokens + token
-        logit += tl.load(products_ptr + row * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=0)
-        square += tl.load(squares_ptr + row)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        row = part * tokens.to(tl.int64) + token
+        at = products_ptr + row[:, None] * NUM_EXPERTS + expert[None, :]
+        here = (part < parts)[:, None] & (expert < NUM_EXPERTS)[None, :]
+        logit += tl.sum(tl.load(at, mask=here, other=0), axis=0)
+        square += tl.sum(tl.load(squares_ptr + row, mask=part < parts, other=0), axis=0)
     factor = tl.rsqrt(square / HIDDEN_SIZE + eps)
     for start in tl.static_range(0, HIDDEN_SIZE, BLOCK):
         column = start + tl.arange(0, BLOCK)
