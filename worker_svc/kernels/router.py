@@ -41,7 +41,7 @@ def router_products(x: Tensor, norm_weight: Tensor, router: Tensor, *, pdl: bool
         BLOCK_TOKENS=block,
         STEP=step,
         STEPS=steps_of_part,
-        STAGES=min(steps_of_part, 2) + 1,
+        STAGES=1 if steps_of_part == 1 else 3,
         num_warps=4,
         **launch_options(pdl),
     )
