@@ -6,11 +6,15 @@ from torch import Tensor
 
 from worker_svc.kernels.launch import launch_options, release_next, row_stride, wait_for_previous
 
+_MANY_ROWS = 512
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, pdl: bool = False) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight by row. `x` and `out` [T, hidden], which may be the same tensor."""
     tokens, hidden_size = x.shape
     block = triton.next_power_of_2(hidden_size)
+    # Of few rows each should be quick; of many, programs that fit beside one another hide each other's waits.
+    elements = 256 if tokens < _MANY_ROWS else 512
     _rms_norm_kernel[(tokens,)](
         x,
         weight,
@@ -20,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, pdl: bool = 
         eps,
         HIDDEN_SIZE=hidden_size,
         BLOCK=block,
-        num_warps=min(max(block // 256, 1), 16),
+        num_warps=min(max(block // elements, 1), 16),
         **launch_options(pdl),
     )
 
