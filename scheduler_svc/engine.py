@@ -137,6 +137,13 @@ class Engine:
                 self._end_early(key, error)
             self._settle()
 
+    def _submit_late(self) -> None:
+        """The loop would log an exception of a callback and go on, without these requests."""
+        try:
+            self._submit_early()
+        except Exception as error:
+            self.broke(error)
+
     def _end_early(self, key: int, error: TandemError) -> None:
         self._early.drop(key)
         self._forget(key)
@@ -241,7 +248,7 @@ class Engine:
         if self.workers.all_connected:
             self._submit_early()
         elif not self._settled:
-            asyncio.get_running_loop().call_later(SETTLE_S, self._submit_early)
+            asyncio.get_running_loop().call_later(SETTLE_S, self._submit_late)
         self._frontends.broadcast(self.state())
         self._wake_all()
 

@@ -5,12 +5,16 @@ from shared.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     InvalidRequest,
+    PermissionDenied,
     QueueFull,
     RequestFailed,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
+from shared.security import ClientSecurity
 from tandem.async_client import AsyncClient
+from tandem.chat_output import ChatOutput, ToolCall, parse_chat_output
 from tandem.client import Client
 from tandem.streams import AsyncGenerationStream, GenerationStream
 from tandem.token_values import EchoedPrompt, TokenLogprob
@@ -33,7 +37,9 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
     "ChatMessage",
+    "ChatOutput",
     "Client",
+    "ClientSecurity",
     "Completion",
     "DeadlineExceeded",
     "Delta",
@@ -44,6 +50,7 @@ __all__ = [
     "InvalidRequest",
     "Load",
     "ModelInfo",
+    "PermissionDenied",
     "QueueFull",
     "RequestFailed",
     "RequestStats",
@@ -51,7 +58,10 @@ __all__ = [
     "Stats",
     "TandemError",
     "TokenLogprob",
+    "ToolCall",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "WorkerLoad",
+    "parse_chat_output",
 ]

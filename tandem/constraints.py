@@ -29,6 +29,8 @@ class ConstraintOptions(TypedDict, total=False):
     or "auto" or "none" (any text)."""
     parallel_tool_calls: bool
     """With tool_choice: whether there may be more than one call. Default True."""
+    enable_in_reasoning: bool
+    """Whether the language holds within a thought that the prompt has opened, too. Default False: after it."""
 
 
 def constraint_from(options: Mapping[str, Any]) -> pb.Constraint | None:
@@ -41,8 +43,11 @@ def constraint_from(options: Mapping[str, Any]) -> pb.Constraint | None:
     (name,) = given
     with naming(name):
         constraint = pb.Constraint(**{name: _CONVERTERS.get(name, _same)(options[name])})
+    with naming("enable_in_reasoning"):
+        constraint.enable_in_reasoning = options.get("enable_in_reasoning", False)
     if name == "tool_choice" and "parallel_tool_calls" in options:
-        constraint.tool_choice.parallel_tool_calls = options["parallel_tool_calls"]
+        with naming("parallel_tool_calls"):
+            constraint.tool_choice.parallel_tool_calls = options["parallel_tool_calls"]
     return constraint
 
 

@@ -109,7 +109,7 @@ def _latest(requests: Sequence[RequestStats]) -> Table:
             f"{_duration(request.age_s)} ago",
             Text(request.outcome, "" if ended_well else "yellow"),
             *(f"{count:,}" for count in (request.prompt_tokens, request.cached_tokens, request.completion_tokens)),
-            _milliseconds(request.first_token_ms),
+            _milliseconds(request.first_token_ms) if request.completion_tokens else "",
             _milliseconds(request.total_ms),
         )
     return table

@@ -14,6 +14,10 @@ LongArray: TypeAlias = NDArray[np.int64]
 GREEDY_BELOW = 1e-5
 """Lower temperatures take the most likely token: dividing by them would overflow float32 logits."""
 
+ROWS_AT_A_TIME = 64
+"""Most rows whose logits torch works on at a time. It needs many times their memory: for 1,024 rows of Qwen3's
+vocabulary that would be gigabytes, which K/V lacks."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepRows:

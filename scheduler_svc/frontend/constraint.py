@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 
 from scheduler_svc.frontend.matcher import GrammarError, Mask, Matcher
+from scheduler_svc.frontend.thoughts import AfterThought
 from shared.errors import InvalidRequest, RequestFailed, TandemError
 
 _log = structlog.get_logger(__name__)
@@ -46,7 +47,7 @@ class MinTokens:
 class Constraint:
     """From the tokens of a sample to the masks for its next ones. One token at a time."""
 
-    def __init__(self, field: str, matcher: Matcher, min_tokens: MinTokens, threads: Executor) -> None:
+    def __init__(self, field: str, matcher: Matcher | AfterThought, min_tokens: MinTokens, threads: Executor) -> None:
         """`field` is the request's, for messages."""
         self._field = field
         self._matcher = matcher

@@ -17,6 +17,7 @@ from pathlib import Path
 from scheduler_svc.frontend.constraint import Constraint, MinTokens
 from scheduler_svc.frontend.grammars import Grammar
 from scheduler_svc.frontend.matcher import GrammarError, GrammarTokenizer, Matcher, compile_grammar
+from scheduler_svc.frontend.thoughts import AfterThought
 from shared.errors import InvalidRequest, RequestFailed
 from shared.process import exited, spawn
 
@@ -41,9 +42,14 @@ class GrammarCompiler:
         self._idle: list[_Checker] = []
         self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
 
-    async def begin(self, grammar: Grammar, min_tokens: MinTokens, output: Sequence[int]) -> Constraint:
-        """The constraint of a sample that goes on after `output`. Raises InvalidRequest where it can't."""
-        constraint = Constraint(grammar.field, await self.compile(grammar), min_tokens, self._threads)
+    async def begin(
+        self, grammar: Grammar, min_tokens: MinTokens, output: Sequence[int], thought_end: int | None
+    ) -> Constraint:
+        """The constraint of a sample that goes on after `output`; where `thought_end` is a token, the grammar begins
+        after that one. Raises InvalidRequest where it can't."""
+        matcher = await self.compile(grammar)
+        whole = matcher if thought_end is None else AfterThought(matcher, thought_end, self._tokenizer.free)
+        constraint = Constraint(grammar.field, whole, min_tokens, self._threads)
         await constraint.begin(output)
         return constraint
 

@@ -38,9 +38,19 @@ class GrammarTokenizer:
         self.vocabulary_size = vocabulary_size
         self.tokens: LLTokenizer | None = None
         """None for a model without end-of-sequence tokens: no grammar could end."""
+        described = _Tokens(tokenizer, vocabulary, vocabulary_size, eos_token_ids)
         if eos_token_ids:
-            described = TokenizerWrapper(_Tokens(tokenizer, vocabulary, vocabulary_size, eos_token_ids))
-            self.tokens = LLTokenizer(described, eos_token=list(eos_token_ids))
+            self.tokens = LLTokenizer(TokenizerWrapper(described), eos_token=list(eos_token_ids))
+        self.free: Mask = _mask(described.tokens, vocabulary_size, eos_token_ids)
+        """All tokens but those that end an output."""
+
+
+def _mask(tokens: Sequence[bytes], vocabulary_size: int, without: Sequence[int]) -> Mask:
+    """Of the tokens that there are."""
+    flags = np.zeros(-(-vocabulary_size // 8) * 8, dtype=np.uint8)
+    flags[: len(tokens)] = [bool(token) for token in tokens]
+    flags[list(without)] = 0
+    return np.packbits(flags, bitorder="little")
 
 
 class _Tokens:
@@ -50,13 +60,13 @@ class _Tokens:
         self, tokenizer: Tokenizer, vocabulary: Vocabulary, vocabulary_size: int, eos_token_ids: Sequence[int]
     ) -> None:
         self._tokenizer = tokenizer
-        known = max(*tokenizer.get_vocab(with_added_tokens=True).values(), *eos_token_ids)
+        known = max((*tokenizer.get_vocab(with_added_tokens=True).values(), *eos_token_ids))
         size = min(vocabulary_size, known + 1)
         added = tokenizer.get_added_tokens_decoder()
         self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(size)]
         self.special_token_ids = [token_id for token_id, token in added.items() if token.special and token_id < size]
         self.bos_token_id = None
-        self.eos_token_id = eos_token_ids[0]
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self._special = frozenset(self.special_token_ids)
         self._bytes = {token: token_id for token_id, token in enumerate(self.tokens) if len(token) == 1}
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from scheduler_svc.frontend.chat_template import RESERVED_VARIABLES, load_chat_template
 from scheduler_svc.frontend.config import FrontendConfig
+from scheduler_svc.frontend.thoughts import Thoughts
 from scheduler_svc.frontend.vocabulary import Vocabulary, load_tokenizer
 from shared.errors import InvalidRequest
 from shared.pb import generation_pb2 as pb
@@ -29,6 +30,7 @@ class Prompts:
         self._template = load_chat_template(config.model)
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self.vocabulary = Vocabulary(self.tokenizer)
+        self.thoughts = Thoughts(self.tokenizer, self.vocabulary)
 
     async def encode(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> IntArray:
         """Ids of a request's text or chat, [num_tokens]. Raises InvalidRequest."""

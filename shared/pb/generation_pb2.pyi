@@ -151,6 +151,7 @@ class Constraint(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    ENABLE_IN_REASONING_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON that a schema accepts (JSON Schema, as JSON text)."""
     json_object: _builtins.bool
@@ -161,6 +162,10 @@ class Constraint(_message.Message):
     """Text that a context-free grammar produces: Lark as llguidance reads it, or EBNF in GBNF's spelling."""
     structural_tag: _builtins.str
     """Free text in which JSON of a schema follows given tags (structures, triggers, as JSON text)."""
+    enable_in_reasoning: _builtins.bool
+    """Holds from the first token on also where the prompt ends with <think>. Default: there a thought may come first, and
+    it holds after </think>.
+    """
     @_builtins.property
     def choice(self) -> Global___Choice:
         """One of some texts."""
@@ -179,10 +184,11 @@ class Constraint(_message.Message):
         choice: Global___Choice | None = ...,
         structural_tag: _builtins.str = ...,
         tool_choice: Global___ToolChoice | None = ...,
+        enable_in_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex", "structural_tag", b"structural_tag", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex", "structural_tag", b"structural_tag", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "enable_in_reasoning", b"enable_in_reasoning", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex", "structural_tag", b"structural_tag", "tool_choice", b"tool_choice"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_language: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag", "tool_choice"]  # noqa: Y015
     _WhichOneofArgType_language: _TypeAlias = _typing.Literal["language", b"language"]  # noqa: Y015

@@ -76,7 +76,8 @@ CHAT_TEMPLATE = """
 
 
 def make_tokenizer() -> Tokenizer:
-    """All 256 bytes, a few merges (some of which split characters), three special tokens, one added ordinary token."""
+    """All 256 bytes, a few merges (some of which split characters), three special tokens, two added ordinary
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,7 +86,7 @@ def make_tokenizer() -> Tokenizer:
         _TEXT * 3, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
     )
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
     return tokenizer
 
 

@@ -107,6 +107,63 @@ def test_output_that_was_given_is_replayed(model: Path, tokenizer: Tokenizer) ->
     run(scenario())
 
 
+THOUGHT = "so<think>\n"
+
+
+def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened(model: Path, tokenizer: Tokenizer) -> None:
+    """Whatever may come before, but no end. Both samples, a core that takes over and a client that resumes agree."""
+    think_end, wanted = tokenizer.token_to_id("</think>"), pb.GenerateRequest(text=THOUGHT, constraint={"regex": "ab"})
+
+    async def scenario() -> None:
+        async with serving(model) as served:
+            wanted.n = 2
+            call = served.stub.Generate(wanted)
+            one, other = await served.core.submitted(2)
+            everything = {*map(chr, range(33, 127))}
+            assert [_texts(mask, tokenizer) for mask in [await _mask(served, 2), served.core.masks[0]]] == [
+                everything
+            ] * 2
+            served.core.give(one, [tokenizer.token_to_id("z")])
+            assert _texts(await _mask(served, 3), tokenizer) == everything
+            served.core.give(one, [think_end])
+            assert _texts(await _mask(served, 4), tokenizer) == {"a"}
+            served.core.give(other, [tokenizer.token_to_id("b")])
+            assert _texts(await _mask(served, 5), tokenizer) == everything
+            call.cancel()
+            await served.idle()
+            wanted.n = 1
+            for given, allowed in (("z", everything), ("z</think>", {"a"}), ("</think>a", {"b"})):
+                wanted.output_token_ids.ids[:] = tokenizer.encode(given).ids
+                count = len(served.core.masks)
+                call = served.stub.Generate(wanted)
+                assert _texts(await _mask(served, count + 1), tokenizer) == allowed
+                call.cancel()
+                await served.idle()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "constraint"),
+    [
+        ("The <think> tag", {}),
+        (f"{THOUGHT}\n</think>\n\n", {}),
+        ("\n", {}),
+        (THOUGHT, {"enable_in_reasoning": True}),
+    ],
+)
+def test_without_an_open_thought_a_grammar_begins_at_once(
+    model: Path, tokenizer: Tokenizer, prompt: str, constraint: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with serving(model) as served:
+            call = served.stub.Generate(pb.GenerateRequest(text=prompt, constraint={"regex": "ab", **constraint}))
+            assert _texts(await _mask(served, 1), tokenizer) == {"a"}
+            call.cancel()
+
+    run(scenario())
+
+
 def test_samples_have_matchers_of_their_own(model: Path, tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with serving(model) as served:

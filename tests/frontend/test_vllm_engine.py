@@ -201,6 +201,9 @@ def test_constraints_keep_their_kind(field: str, value: Any) -> None:
     assert constraint.WhichOneof("language") == field
     converted = getattr(constraint, field)
     assert list(converted.choices) == list(value.choices) if field == "choice" else converted == value
+    assert not constraint.enable_in_reasoning
+    at_once = to_generate_request(request(grammar_from_first_token=True, **{field: value})).constraint
+    assert at_once.enable_in_reasoning and at_once.WhichOneof("language") == field
 
 
 def test_a_constraint_holds(model: Path, tokenizer: Tokenizer) -> None:
@@ -292,6 +295,8 @@ def test_what_a_gateway_learns_about_model_server_and_load(model: Path) -> None:
             assert json.loads(info.default_sampling_params_json) == defaults
             server = await engine.GetServerInfo(vllm.GetServerInfoRequest())
             assert (server.active_requests, server.block_size, server.max_num_seqs) == (5, 2, 8)
+            thoughts = server.engine_reasoning_parser, server.constrained_decoding_start
+            assert thoughts == ("qwen3", "after_reasoning"), "its tokenizer has the marks"
             (load,) = (await engine.GetLoads(vllm.GetLoadsRequest())).loads
             assert (load.num_running_reqs, load.num_waiting_reqs, load.max_running_requests) == (2, 3, 8)
             assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (8, 128, 4 / 64)

@@ -154,17 +154,6 @@ def test_worker_and_core_die_together(service: Tandem) -> None:
     survives(service, long_ones(), both)
 
 
-def test_preemption_changes_nothing(tmp_path: Path) -> None:
-    """Fourteen blocks of 16 tokens for five sequences that need five each in the end."""
-    arguments = ["--num-kv-blocks", "14", "--block-size", "16", "--dtype", "float64"]
-    wanted = [one for one in long_ones() if one.HasField("constraint")][:5]
-    with running(tmp_path / "log", *arguments) as service:
-        alone = [run(service, one)[0] for one in wanted]
-        together = run(service, *wanted)
-        asyncio.run(until_idle(service.endpoint))
-    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
-
-
 def test_a_client_resumes_where_it_was(service: Tandem) -> None:
     wanted = request(pb.Constraint(json_schema=json.dumps(SCHEMA)))
     (whole,) = run(service, wanted)
@@ -246,7 +235,7 @@ def test_the_page_s_examples(service: Tandem) -> None:
     assert said[0] in ("yes", "not at all") and re.fullmatch("[1-9][0-9]{3,4} pounds", said[1])
     code = python.replace("127.0.0.1:50051", service.endpoint)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert re.match(r"[A-Z][a-z]{2,12}\n<tool_call>\n\{\"name\": \"dance\"", result.stdout), result
+    assert re.fullmatch(r"[A-Z][a-z]{2,12}\n(dance [A-Z][a-z]{2,12}\n)+", result.stdout), result
 
 
 def example(service: Tandem, words: list[str]) -> str:
@@ -260,4 +249,4 @@ def example(service: Tandem, words: list[str]) -> str:
 def test_a_file_that_is_not_there_is_one_line(service: Tandem) -> None:
     command = [sys.executable, "-m", "tandem", "generate", PROMPT, "--endpoint", service.endpoint]
     result = subprocess.run([*command, "--grammar", "/nowhere"], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "/nowhere" in result.stderr
+    assert (result.returncode, result.stderr) == (1, "tandem: /nowhere: No such file or directory\n")

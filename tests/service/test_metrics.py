@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 from grpc import aio
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from scheduler_svc.snapshots import INTERVAL_S
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
-from shared.ports import find_free
 from tests.patience import PATIENCE_S
 from tests.service.collector import Collector, collecting
 from tests.service.scrape import Scrape, scrape, scrape_until
-from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
+from tests.service.tandem_process import Output, Tandem, follow, free_pair, generate_all, running, until_idle
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -43,7 +43,7 @@ class Metered:
 
 @pytest.fixture(scope="module")
 def metered(tmp_path_factory: pytest.TempPathFactory):
-    port = find_free("127.0.0.1")
+    port = free_pair()
     arguments = ["--dtype", "float64", "--frontends", "2", "--kv-cache-memory", "64", "--max-num-seqs", "32"]
     log = tmp_path_factory.mktemp("metrics") / "log"
     with collecting() as collector:
@@ -145,8 +145,22 @@ def test_a_lost_worker_is_counted_and_no_stream_changes(metered: Metered) -> Non
     assert after.value("tandem_num_requests_running") == after.value("tandem_kv_cache_usage_perc") == 0
     lines = [line for line in metered.service.log.read_text().splitlines() if '"event": "request"' in line]
     assert sum('"replays": 1' in line for line in lines[-6:]) == 6
-    replays = [span for span in metered.collector.spans if span.name == "replay"]
+    check_traces(metered.collector.spans)
+
+
+def check_traces(spans: list[Span]) -> None:
+    """Six requests lost their worker once: their parts follow each other, and the replay is part of the decoding."""
+    replays = [span for span in spans if span.name == "replay"]
     assert [span.attributes[0].value.string_value for span in replays] == ["worker lost"] * 6
+    for replay in replays:
+        own = {span.name: span for span in spans if span.trace_id == replay.trace_id}
+        assert set(own) == {"generate", "queue", "prefill", "decode", "replay"}
+        queue, prefill, decode, whole = own["queue"], own["prefill"], own["decode"], own["generate"]
+        assert queue.end_time_unix_nano == prefill.start_time_unix_nano
+        assert prefill.end_time_unix_nano == decode.start_time_unix_nano
+        for inner, outer in ((replay, decode), (queue, whole), (decode, whole)):
+            assert outer.start_time_unix_nano <= inner.start_time_unix_nano
+            assert inner.end_time_unix_nano <= outer.end_time_unix_nano
 
 
 @pytest.mark.parametrize("role", ["core", "frontend"])

@@ -10,27 +10,38 @@ from pathlib import Path
 import pytest
 
 from shared.ports import find_free
+from tandem import Client
 from tests.patience import PATIENCE_S
+from tests.service.collector import collecting
 from tests.service.scrape import scrape
-from tests.service.tandem_process import running
+from tests.service.tandem_process import free_pair, running
 
 PAGE = (Path(__file__).parents[2] / "docs" / "observe.md").read_text()
 
 
-def commands() -> list[str]:
-    """Of the first example, without comments."""
-    block = re.search(r"```\n(.*?)```", PAGE, re.DOTALL)
-    assert block is not None
-    return [line.partition("#")[0].strip() for line in block[1].splitlines()]
+def commands() -> list[list[str]]:
+    """Of each example, without comments."""
+    blocks = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
+    return [[line.partition("#")[0].strip() for line in block.splitlines()] for block in blocks]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: apt-get install curl")
-def test_the_first_example(tmp_path: Path) -> None:
-    serve, *asks, _ = commands()
-    port = find_free("127.0.0.1")
-    assert serve.startswith("tandem serve ") and len(asks) == 2
-    arguments = serve.replace("9100", str(port)).split()[2:]
-    with running(tmp_path / "log", *arguments, "--kv-cache-memory", "64"):
+def test_the_examples(tmp_path: Path) -> None:
+    """One service has the flags of both."""
+    (serve, *asks, _), (_, traced) = commands()
+    port = free_pair()
+    assert serve.startswith("tandem serve ") and traced.startswith("tandem serve ") and len(asks) == 2
+    with collecting() as collector:
+        arguments = [*serve.split()[2:], *traced.replace("http://127.0.0.1:4317", collector.endpoint).split()[4:]]
+        arguments = [word.replace("9100", str(port)) for word in arguments]
+        check(tmp_path / "log", arguments, port, asks)
+    assert {"generate", "queue", "prefill", "decode"} == {span.name for span in collector.spans}
+
+
+def check(log: Path, arguments: list[str], port: int, asks: list[str]) -> None:
+    with running(log, *arguments, "--kv-cache-memory", "64") as service:
+        with Client(service.endpoint) as client:
+            client.complete("It is", max_tokens=2)
         while not scrape(port).samples:
             pass
         for ask in asks:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -115,6 +117,22 @@ def test_chats_streamed_and_not_are_the_models_text(service: OpenAI) -> None:
     assert answer.choices[0].message.content == streamed == wanted
     assert answer.choices[0].finish_reason == "stop"
     assert usage == answer.usage and usage.completion_tokens < 60
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_usage_tells_what_came_from_the_cache(service: OpenAI, stream: bool) -> None:
+    asked = {"model": "tiny", "prompt": f"{stream} " + "In the beginning. " * 40, "max_tokens": 3, "temperature": 0}
+    usages = []
+    for _ in range(2):
+        if stream:
+            told = service.client().completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            usages.append(completion_text(told)[1])
+        else:
+            usages.append(service.client().completions.create(**asked).usage)
+    first, second = usages
+    assert first.completion_tokens == second.completion_tokens == 3 and first.prompt_tokens == second.prompt_tokens
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached == [0, (first.prompt_tokens - 1) // 64 * 64] and cached[1] > 0
 
 
 def test_seeds_samples_and_stop_strings(service: OpenAI) -> None:
@@ -344,19 +362,14 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def gateway_before(log: Path, *engines: Tandem) -> Iterator[tuple[int, int]]:
-    """One gateway before several engines: its ports for HTTP and metrics."""
+def gateway_before(log: Path, *endpoints: str) -> Iterator[tuple[int, int]]:
+    """One gateway before several engines, by the page's command: its ports for HTTP and metrics."""
     http, metrics = find_free("127.0.0.1"), find_free("127.0.0.1")
-    command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(http), "--worker-urls"]
-    command += [f"grpc://{engine.endpoint}" for engine in engines]
-    command += [
-        "--prometheus-host",
-        "127.0.0.1",
-        "--prometheus-port",
-        str(metrics),
-        "--worker-startup-check-interval",
-        "1",
-    ]
+    (example,) = re.findall(r"^smg launch .*?[^\\]$", (DOCS / "openai.md").read_text(), re.MULTILINE | re.DOTALL)
+    engines = " ".join(f"grpc://{endpoint}" for endpoint in endpoints)
+    words = shlex.split(re.sub(r"grpc://\S+( grpc://\S+)*", engines, example.replace("\\\n", " ")))
+    words[words.index("--port") + 1] = str(http)
+    command = [sys.executable, "-m", *words, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
             yield http, metrics
@@ -379,7 +392,7 @@ def test_a_gateway_sends_prompts_to_the_engine_that_has_their_prefix(tmp_path: P
     with running(tmp_path / "one", *engine) as one, running(tmp_path / "two", *engine) as two:
         for number, prompt in enumerate(prompts):
             expected((one, two)[number % 2], pb.GenerateRequest(text=prompt), 1)
-        with gateway_before(tmp_path / "gateway", one, two) as (http, metrics):
+        with gateway_before(tmp_path / "gateway", one.endpoint, two.endpoint) as (http, metrics):
             blocks = len(prompts) * 2
             deadline = time.monotonic() + PATIENCE_S
             while metric(metrics, "smg_kv_index_blocks") < blocks:

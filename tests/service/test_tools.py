@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
 from tandem import Client
@@ -49,7 +51,7 @@ def write_requests(file: Path) -> None:
             lines.write(json.dumps({"custom_id": f"r{number}", "method": "POST", **line}) + "\n")
 
 
-def answers(file: Path) -> dict[str, object]:
+def answers(file: Path) -> dict[str, Any]:
     """The choices of every request, which has one line."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines), "a request has two lines"
@@ -86,6 +88,25 @@ def test_a_batch_killed_again_and_again_loses_and_doubles_nothing(service: Tande
     _, told = last.communicate(timeout=PATIENCE_S)
     assert last.returncode == 0 and f"{LINES}/{LINES}" in told, told
     assert answers(tmp_path / "out") == answers(tmp_path / "undisturbed")
+
+
+def test_a_batch_calls_tools(service: Tandem, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"days": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    schema |= {"required": ["days"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("stay", "leave")]
+    body = {"messages": [{"role": "user", "content": "Stay!"}], "tools": tools, "parallel_tool_calls": False}
+    choices = {"any": "required", "named": {"type": "function", "function": {"name": "leave"}}}
+    with (tmp_path / "in").open("w") as lines:
+        for name, choice in choices.items():
+            line = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions"}
+            lines.write(json.dumps({**line, "body": {**body, "tool_choice": choice, "seed": 1}}) + "\n")
+    batch = tandem(service, "batch", str(tmp_path / "in"), str(tmp_path / "out"))
+    assert batch.wait(PATIENCE_S) == 0, batch.communicate()
+    for name, (choice,) in answers(tmp_path / "out").items():
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        assert call["function"]["name"] in (["leave"] if name == "named" else ["stay", "leave"])
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
 
 
 def test_top_tells_what_happened(service: Tandem) -> None:

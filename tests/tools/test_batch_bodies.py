@@ -7,7 +7,8 @@ import pytest
 
 from shared.errors import DeadlineExceeded, InvalidRequest, RequestFailed
 from tandem import Completion, EchoedPrompt, Finish, Sample, TokenLogprob, Usage
-from tandem.batch.bodies import error_of, response_of, work_of
+from tandem.batch.answers import error_of, response_of
+from tandem.batch.bodies import work_of
 from tandem.batch.request_lines import CHAT, RequestLine
 
 TURNS = [{"role": "user", "content": "Hi"}]
@@ -34,7 +35,7 @@ def test_names_are_translated_and_null_is_unset() -> None:
     assert work_of(request, "tiny").options == {
         "max_tokens": 9, "temperature": 0, "seed": (1 << 64) - 1, "stop": ["a"], "n": 2,
         "template_kwargs": {"enable_thinking": False}, "frequency_penalty": 0.5, "logit_bias": {11: -2.0},
-        "logprobs": 3,
+        "logprobs": 3, "tool_choice": "auto",
     }  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def test_a_prompt_is_text_or_ids_or_several(prompt: Any, prompts: Any) -> None:
         (chat(logit_bias={"a": 1}), "logit_bias"),
         (chat(logit_bias=[1]), "logit_bias"),
         (chat(echo=True), "echo"),
-        (chat(tool_choice="required"), "tool_choice"),
+        (text(tool_choice="required"), "tool_choice"),
         (chat(response_format={"type": "json_schema", "json_schema": {}}), "response_format"),
         (text(response_format="json"), "response_format"),
         (chat(tempreature=1), "tempreature"),
@@ -129,6 +130,38 @@ def test_a_completion_is_openais() -> None:
     assert body["usage"] == {
         "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 2},
     }  # fmt: skip
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def choice_of(text: str, **body: Any) -> dict[str, Any]:
+    """Of a chat whose sample ended by itself."""
+    ended = replace(sample(0, text), finish=Finish("stop", 7))
+    (choice,) = response_of(chat(**body), "tiny", [Completion("r", 1, (ended,))])["response"]["body"]["choices"]
+    return choice
+
+
+def test_calls_of_tools_are_openais() -> None:
+    choice = choice_of(f"{CALL}\n{CALL}", tools=[{}])
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    first, second = choice["message"]["tool_calls"]
+    assert first["id"] != second["id"] and first["type"] == "function"
+    assert first["function"] == second["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert len(choice_of(f"{CALL}\n{CALL}", tools=[{}], parallel_tool_calls=False)["message"]["tool_calls"]) == 1
+    assert choice_of(f"Well: {CALL}", tools=[{}])["message"]["content"] == "Well:"
+
+
+@pytest.mark.parametrize("body", [{}, {"tools": []}, {"tools": [{}], "tool_choice": "none"}])
+def test_where_nothing_may_be_called_a_call_is_text(body: dict[str, Any]) -> None:
+    choice = choice_of(CALL, **body)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", CALL)
+    assert "tool_calls" not in choice["message"]
+
+
+def test_a_thought_is_told_apart_from_the_answer() -> None:
+    message = choice_of("<think>\nhm\n</think>\n\nYes.")["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "hm")
 
 
 def test_several_prompts_are_choices_of_one_completion() -> None:

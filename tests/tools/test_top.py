@@ -51,6 +51,11 @@ def test_a_request_id_is_no_markup_and_a_problem_is_told() -> None:
     assert "[red]x[/red]" in shown and "[connection] refused" in shown
 
 
+def test_a_request_without_tokens_has_no_first_one() -> None:
+    refused = request(1, outcome="invalid_argument", completion_tokens=0, first_token_ms=7.5, total_ms=7.5)
+    assert text(frame(latest=(refused,))).count("7.5 ms") == 1
+
+
 def test_a_worker_that_leaves_or_is_away_is_told_with_its_reason() -> None:
     workers = (WorkerLoad("a:5", True, 2, 80, 60, draining=True), WorkerLoad("b:5", False, 0, 0, 0, problem="[red]"))
     shown = text(frame(load=replace(LOAD, workers=workers)))

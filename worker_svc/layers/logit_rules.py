@@ -55,7 +55,8 @@ class RuleTensors:
     """The rules of M rows that sample. What no row has is None."""
 
     allowed: tuple[Tensor, Tensor] | None
-    """[A] int64 rows, [A, tokens of this rank] whether a token may be sampled."""
+    """[A] int64 rows, [A, tokens of this rank / 8] uint8: bit n % 8 of byte n // 8 is set if token n of this rank may
+    be sampled."""
     bad_words: BadWords | None
     bias: TokenValues | None
     penalties: Penalties | None
@@ -76,14 +77,20 @@ class Context:
 def apply_rules(logits: Tensor, start: int, rules: RuleTensors, context: Context) -> None:
     """Changes `logits` [M, N], float32 or float64: those of the tokens from `start` on."""
     if rules.allowed is not None:
-        rows, allowed = rules.allowed
-        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+        rows, bits = rules.allowed
+        logits[rows] = logits[rows].masked_fill(_unpacked(bits) == 0, -torch.inf)
     if rules.bad_words is not None:
         _add(logits, start, _forbidden(rules.bad_words, context))
     if rules.bias is not None:
         _add(logits, start, rules.bias)
     if rules.penalties is not None:
         _penalize(logits, start, rules.penalties, context)
+
+
+def _unpacked(bits: Tensor) -> Tensor:
+    """[A, 8 * B] of [A, B] bytes."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits[:, :, None] >> shifts & 1).flatten(1)
 
 
 def _add(logits: Tensor, start: int, added: TokenValues) -> None:

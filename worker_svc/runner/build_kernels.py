@@ -111,8 +111,11 @@ def _memory_left(
     parts = RunnerParts(config, model_config, model, group, attention, 1, device)
     parts.programs.warm_up()
     torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)  # graphs take as much again
+    with torch.inference_mode():
+        parts.sampler.warm_up(parts.kernels.logits)
+    torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
     num_graphs = parts.programs.num_graphs
     del parts
     torch.cuda.empty_cache()

@@ -170,13 +170,13 @@ class KernelRunner:
         if logged is None:
             return StepLogprobs(prompt=prompt).sent() if prompt else NO_LOGPROBS
         tokens = self._kernels.sampled[0, logged.rows].long()
-        logprobs = self._sampler.logprobs(self._kernels.logits[logged.rows], tokens, logged.num_top)
+        logprobs = self._sampler.logprobs(self._kernels.logits, logged.rows, tokens, logged.num_top)
         return replace(logprobs, prompt=prompt).sent()
 
     def _sample_others(self, others: Others) -> None:
         """They take their tokens from torch instead."""
         rows, slots = self._to_device(others.rows), self._to_device(others.sampling.slots)
-        sampled = self._sampler.sample(self._kernels.logits[rows], others.sampling)
+        sampled = self._sampler.sample(self._kernels.logits, rows, others.sampling)
         tokens = sampled.token_ids.int()
         self._kernels.sampled[:, rows] = torch.stack((tokens, sampled.failed.int()))
         self._state.slots.last_tokens[slots] = tokens

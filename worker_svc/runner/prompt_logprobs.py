@@ -1,7 +1,7 @@
 """Logprobs of prompts, row by row as they are computed, for the sequences that asked for them.
 
 A token's logprob comes from the hidden state of the token before it, so the last one of each row is kept for the next.
-Knows nothing of sampling. Logits are made for few tokens at a time: a chunk of a prompt has gigabytes of them.
+Knows nothing of sampling. Logits are made for few tokens at a time.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,7 @@ from shared.types import Admission, IntArray
 from worker_svc.layers.embedding import VocabParallelEmbedding
 from worker_svc.layers.logprobs import token_logprobs
 from worker_svc.layers.transfer import to_device
-from worker_svc.step_inputs import StepRows
-
-_TOKENS_AT_A_TIME = 256
+from worker_svc.step_inputs import ROWS_AT_A_TIME, StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class PromptLogprobs:
         earlier = start - len(before)  # position of the first state that is there
         states = torch.cat((before, states))[begin - 1 - earlier : end - 1 - earlier]
         token_ids = to_device(chunk.token_ids[begin - start : end - start].astype("int64"), hidden.device)
-        parts = zip(*(torch.split(values, _TOKENS_AT_A_TIME) for values in (states, token_ids)), strict=True)
+        parts = zip(*(torch.split(values, ROWS_AT_A_TIME) for values in (states, token_ids)), strict=True)
         return [
             token_logprobs(self._head.group, self._head.logits(part), self._head.start, tokens, wanted.num_top)
             for part, tokens in parts

@@ -109,12 +109,11 @@ class TorchRunner:
 
     def _sample(self, hidden: Tensor, sampling: SamplingInputs) -> tuple[SampledTokens, StepLogprobs]:
         logits = self.model.head.logits(hidden[self._to_device(sampling.last_index)])
-        logged = logged_rows(sampling)
-        index = self._to_device(logged)
-        unchanged = logits[index]
-        sampled = self.sampler.sample(logits, sampling)
+        sampled = self.sampler.sample(logits, torch.arange(len(logits), device=self._device), sampling)
         self._last_tokens[self._to_device(sampling.slots)] = sampled.token_ids
-        return sampled, self.sampler.logprobs(unchanged, sampled.token_ids[index], sampling.logprobs[logged])
+        logged = logged_rows(sampling)
+        rows = self._to_device(logged)
+        return sampled, self.sampler.logprobs(logits, rows, sampled.token_ids[rows], sampling.logprobs[logged])
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states of the step's tokens, [T, hidden]; their K/V is stored."""

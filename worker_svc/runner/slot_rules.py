@@ -22,7 +22,7 @@ from worker_svc.layers.logit_rules import (
 )
 from worker_svc.layers.transfer import to_device
 from worker_svc.runner.token_history import TokenHistory
-from worker_svc.step_inputs import LongArray, SamplingInputs, StepRows
+from worker_svc.step_inputs import ROWS_AT_A_TIME, LongArray, SamplingInputs, StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Gathered:
     rules: RuleTensors
     prompt_lengths: Tensor
     """[M]"""
-    history: Tensor
-    """[M]: rows of the token history."""
+    slots: Tensor
+    """[M]"""
     looking_back: Tensor
     """[B]: which of the M look back."""
 
@@ -65,7 +65,9 @@ class SlotRules:
         self._rules = [NO_RULES] * num_slots
         self._prompt_lengths = np.zeros(num_slots, dtype=np.int64)
         self._history = TokenHistory(num_slots, max_model_len, device)
-        self._last: tuple[bytes, Gathered] | None = None
+        self._parts = -(-num_slots // ROWS_AT_A_TIME)
+        self._gathered: dict[bytes, Gathered] = {}
+        """By the rows' slots: as many as a step may have parts."""
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Sequences take their slots."""
@@ -73,36 +75,37 @@ class SlotRules:
             slot, rules = admission.slot, admission.sampling.rules
             self._rules[slot] = rules
             self._prompt_lengths[slot] = admission.prompt_length
-            if rules.looks_back:
-                self._history.keep(slot, admission.cached_ids)
+            self._history.begin(slot, admission.cached_ids if rules.looks_back else None)
         if admissions:
-            self._last = None
+            self._gathered.clear()
 
     def tell(self, rows: StepRows) -> None:
         """The rows of a step, before its sampling."""
         self._history.tell(rows)
 
     def rows(self, sampling: SamplingInputs) -> RuledRows | None:
-        """Of the rows that sample; None where none has rules."""
+        """Of rows that sample, a part of a step's; None where none has rules."""
         rows = np.flatnonzero(sampling.ruled)
         if not len(rows):
             return None
         slots, lengths = sampling.slots[rows], sampling.positions[rows]
-        gathered = self._gathered(slots)
-        tokens = self._history.read(gathered.history, int(lengths.max()))
+        gathered = self._gathered_of(slots)
+        tokens = self._history.read(gathered.slots, int(lengths.max()))
         context = Context(tokens, gathered.prompt_lengths, self._to_device(lengths))
         return RuledRows(self._to_device(rows), context, gathered, self._start)
 
     def sampled(self, ruled: RuledRows, token_ids: Tensor) -> None:
-        """What the N rows of the step sampled, [N]."""
+        """What those N rows sampled, [N]."""
         back = ruled.gathered.looking_back
-        self._history.append(ruled.gathered.history[back], ruled.context.lengths[back], token_ids[ruled.rows[back]])
+        self._history.append(ruled.gathered.slots[back], ruled.context.lengths[back], token_ids[ruled.rows[back]])
 
-    def _gathered(self, slots: LongArray) -> Gathered:
+    def _gathered_of(self, slots: LongArray) -> Gathered:
         key = slots.tobytes()
-        if self._last is None or self._last[0] != key:
-            self._last = key, self._gather(slots)
-        return self._last[1]
+        if key not in self._gathered:
+            if len(self._gathered) == self._parts:
+                self._gathered.clear()
+            self._gathered[key] = self._gather(slots)
+        return self._gathered[key]
 
     def _gather(self, slots: LongArray) -> Gathered:
         rules = [self._rules[slot] for slot in slots]
@@ -111,7 +114,7 @@ class SlotRules:
         return Gathered(
             tensors,
             self._to_device(self._prompt_lengths[slots]),
-            self._history.rows_of(slots),
+            self._to_device(slots),
             self._to_device(np.array(looking_back, dtype=np.int64)),
         )
 
@@ -119,12 +122,12 @@ class SlotRules:
         rows = [row for row, own in enumerate(rules) if own.allowed]
         if not rows:
             return None
-        bits = np.stack([np.frombuffer(rules[row].allowed, dtype=np.uint8) for row in rows])
-        flags = np.zeros((len(rows), self._start + self._width), dtype=bool)  # beyond the vocabulary none is allowed
-        known = np.unpackbits(bits, axis=1, bitorder="little")[:, : flags.shape[1]]
-        flags[:, : known.shape[1]] = known
-        own = np.ascontiguousarray(flags[:, self._start :])
-        return self._to_device(np.array(rows)), to_device(own, self._device)
+        begin, size = self._start // 8, self._width // 8  # a rank's part of the vocabulary is whole bytes
+        bits = np.zeros((len(rows), size), dtype=np.uint8)  # beyond the vocabulary none is allowed
+        for own, row in zip(bits, rows, strict=True):
+            known = np.frombuffer(rules[row].allowed, dtype=np.uint8)[begin : begin + size]
+            own[: len(known)] = known
+        return self._to_device(np.array(rows)), to_device(bits, self._device)
 
     def _bad_words(self, rules: Sequence[LogitRules]) -> BadWords | None:
         words = [(row, word) for row, own in enumerate(rules) for word in own.bad_words]

@@ -15,7 +15,7 @@ _SAMPLING_FIELDS = frozenset(
     | {"skip_special_tokens", "include_stop_str_in_output"}
     | {"json_schema", "json_object", "regex", "grammar", "structural_tag", "choice"}
     | {"spaces_between_special_tokens"}  # the caller makes text of the ids that it gets
-    | {"grammar_from_first_token"}  # here a constraint always begins there
+    | {"grammar_from_first_token"}
 )
 _MASK = (1 << 64) - 1
 
@@ -78,8 +78,11 @@ def _constraint(params: vllm.SamplingParams) -> pb.Constraint | None:
     if kind is None:
         return None
     if kind == "choice":
-        return pb.Constraint(choice=pb.Choice(choices=params.choice.choices))
-    return pb.Constraint(**{kind: getattr(params, kind)})
+        constraint = pb.Constraint(choice=pb.Choice(choices=params.choice.choices))
+    else:
+        constraint = pb.Constraint(**{kind: getattr(params, kind)})
+    constraint.enable_in_reasoning = params.grammar_from_first_token
+    return constraint
 
 
 def _output(params: vllm.SamplingParams) -> pb.OutputParams:

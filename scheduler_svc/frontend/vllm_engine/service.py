@@ -25,6 +25,7 @@ from shared import __version__
 from shared.errors import InvalidRequest, NotReplayable, Unavailable
 from shared.model_config import ModelConfig, SamplingDefaults
 from shared.pb import core_pb2
+from shared.tokens import caller
 
 FLUSH_POLL_S = 0.05
 _MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
@@ -41,14 +42,18 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         generation: GenerationService,
         link: CoreLink,
         health: Health,
+        *,
+        thinks: bool,
     ) -> None:
-        """`folder` is the model's; `defaults` are for the gateway to apply where a request is silent."""
+        """`folder` is the model's; `defaults` are for the gateway to apply where a request is silent; `thinks`: it has
+        marks for thoughts."""
         self._folder = folder
         self._model = model
         self._defaults = defaults
         self._generation = generation
         self._link = link
         self._health = health
+        self._thinks = thinks
         self._cache = CacheFeed(link)
         self._started = time.monotonic()
 
@@ -61,7 +66,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         """Ids that are not live are passed over: a request may end while its gateway gives it up."""
-        await asyncio.gather(*(self._link.abort(request_id) for request_id in request.request_ids))
+        scoped = caller.get().scoped
+        await asyncio.gather(*(self._link.abort(scoped(request_id)) for request_id in request.request_ids))
         return vllm.AbortResponse()
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Any) -> vllm.HealthCheckResponse:
@@ -95,7 +101,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             block_size=served.block_size,
             model_dtype=served.dtype,
             max_num_seqs=state.max_running,
-            constrained_decoding_start="first_token",
+            engine_reasoning_parser="qwen3" if self._thinks else "",
+            constrained_decoding_start="after_reasoning" if self._thinks else "first_token",
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
