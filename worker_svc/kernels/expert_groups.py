@@ -14,7 +14,8 @@ from torch import Tensor
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
 
 _MOST_ALONE = 4096  # pairs that every program looks at
-_LEAST_CHUNK, _CHUNK, _MOST_CHUNKS = 256, 2048, 64
+_LEAST_CHUNK, _CHUNK = 256, 2048  # pairs that it looks at then, and where there are more of them
+_MOST_CHUNKS = 64
 _MAP = tl.constexpr(64)
 
 

@@ -25,7 +25,7 @@ from worker_svc.kernels.launch import (
 from worker_svc.kernels.routing import Routed
 
 _ALIGNMENT = 16  # bytes, of the tensor memory accelerator
-_LEAST_HALF = tl.constexpr(64)  # pairs; a block of fewer is not halved
+_LEAST_AT_WORK = tl.constexpr(64)  # pairs of a block that keeps tensor cores busy; fewer read weights, whatever they do
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _grouped_kernel(
     if tl.program_id(1) >= tl.load(num_blocks_ptr, cache_modifier=".cg"):
         if not GATED:
             wait_for_previous(PDL)
-    elif HALF >= _LEAST_HALF and rows <= HALF:
+    elif HALF >= _LEAST_AT_WORK and rows <= HALF:
         _block_products(
             half_x,
             weights,
@@ -216,7 +216,7 @@ def _block_products(
     pair = tl.load(pairs_ptr + place, cache_modifier=".cg")
     output = tl.program_id(0) * BLOCK_OUTPUTS
     weight_row = expert * (OUTPUTS * (2 if GATED else 1)) + output
-    AHEAD: tl.constexpr = PDL and BLOCK_PAIRS < _LEAST_HALF
+    AHEAD: tl.constexpr = PDL and BLOCK_PAIRS < _LEAST_AT_WORK  # else to wait in the loop costs more than it hides
     if not GATED and not AHEAD:
         wait_for_previous(PDL)
     total = tl.zeros([BLOCK_OUTPUTS, BLOCK_PAIRS], tl.float32)
