@@ -1,6 +1,6 @@
 """The worker's kernels on one GPU: `python -m bench.kernels [--json FILE]`.
 
-Each kernel alone at the shapes of decode steps of Qwen3-0.6B, 8B and 30B-A3B, replayed as a CUDA graph of many calls
+Each kernel alone at the shapes of decode steps of Qwen3 models, replayed as a CUDA graph of many calls
 over rotating inputs; beside it the share of the ceilings that the same run measures, of copies and bfloat16 products.
 """
 

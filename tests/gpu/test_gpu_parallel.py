@@ -12,6 +12,7 @@ import pytest
 import torch
 from grpc.aio import AioRpcError
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from bench.work import SHAPES
 from shared.pb import worker_pb2_grpc
@@ -38,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPES["qwen3-0.6b"])).bfloat16()
+        model.model.rotary_emb = Qwen3RotaryEmbedding(model.config)  # its frequencies were rounded, too
     model.save_pretrained(folder / "large")
     with torch.inference_mode():
         torch.save(model.float()(torch.tensor([PROMPT]).cuda()).logits[0, 191:199].cpu(), folder / "exact")

@@ -3,7 +3,7 @@
 Programmatic dependent launch (compute capability 9.0) starts a kernel while the one before it still runs, and as all
 release the next one at once, several may be under way. So before a kernel waits it may read only what none of the last
 few wrote, such as weights, and write nothing. Behind a kernel that was launched without it, which starts when all
-before has ended, that is all but what this kernel reads and writes.
+before has ended, that is all but what this kernel reads and writes; so it is behind one that waits before it releases.
 """
 
 import os

@@ -94,8 +94,8 @@ class TritonOps:
         choice = Choice(routing.top_k, routing.renormalize, experts.first, len(experts.gate_up))
         if len(x) == 1:
             logits = self.norm_linear(x, norm, routing.weight)
-            activated, routed = gated_products_of_one(x, weight, eps, logits, experts.gate_up, choice, pdl=pdl)
-            return weighted_sum_of_one(activated, experts.down, routed, residual, pdl=pdl)
+            activated = gated_products_of_one(x, weight, eps, logits, experts.gate_up, choice, pdl=pdl)
+            return weighted_sum_of_one(activated, experts.down, logits, choice, residual, pdl=pdl)
         self._group.all_reduce(x)
         y, routed = norm_route(x, weight, eps, routing.weight, slot_mapping, choice, pdl=pdl)
         num_experts = len(routing.weight)

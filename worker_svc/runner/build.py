@@ -169,7 +169,7 @@ def make_cache(
 
 def make_limits(config: WorkerConfig, model: ModelConfig, num_blocks: int, device: torch.device) -> Limits:
     """The bounds of plans."""
-    max_num_seqs, max_num_batched_tokens = config.batch_size(on_gpu=device.type == "cuda")
+    max_num_seqs, max_num_batched_tokens = config.batch_size(device.type == "cuda", model.moe is not None)
     return Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
