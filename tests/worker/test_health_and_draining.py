@@ -1,6 +1,7 @@
 """What a worker tells of itself, and how it stops."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 from grpc import StatusCode
@@ -124,3 +125,24 @@ def test_reflection_tells_the_services() -> None:
         assert {SERVICE, "grpc.health.v1.Health"} <= names
 
     run(test)
+
+
+def test_no_tenant_may_call_a_worker(tmp_path: Path) -> None:
+    """Plans of its own would read what other tenants' sequences left in the K/V pool."""
+    (tmp_path / "tokens").write_text("operator-operator\nred red-red-red-red-red\n")
+
+    def shown(token: str) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {token}"),)
+
+    async def test(worker: Worker) -> None:
+        red = shown("red-red-red-red-red")
+        calls = (
+            worker.stub.Describe(worker_pb2.DescribeRequest(), metadata=red),
+            worker.stub.Drain(worker_pb2.DrainRequest(), metadata=red),
+            worker.stub.Execute(metadata=red),
+        )
+        assert [await call.code() for call in calls] == [StatusCode.PERMISSION_DENIED] * 3
+        question = worker_pb2.DescribeRequest()
+        assert not (await worker.stub.Describe(question, metadata=shown("operator-operator"))).draining
+
+    run(test, token_file=tmp_path / "tokens")
