@@ -4,11 +4,10 @@ Works on finished text. What has no such marks, or wrong ones, is answer: nothin
 """
 
 import json
-import re
 from dataclasses import dataclass
 
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +40,32 @@ def parse_chat_output(text: str, *, tool_calls: bool = True) -> ChatOutput:
     thought, closed, answer = text.partition(_THOUGHT_END)
     if not closed:
         thought, answer = ("", text) if not text.lstrip().startswith(_THOUGHT) else (text, "")
-    calls: list[ToolCall] = []
-
-    def taken(block: re.Match[str]) -> str:
-        call = _call(block[1])
-        if call is None:
-            return block[0]
-        calls.append(call)
-        return ""
-
-    content = _CALL.sub(taken, answer) if tool_calls else answer
+    content, calls = _without_calls(answer) if tool_calls else (answer, ())
     content = content.strip() if closed or calls else content
-    return ChatOutput(content, thought.strip().removeprefix(_THOUGHT).strip(), tuple(calls))
+    return ChatOutput(content, thought.strip().removeprefix(_THOUGHT).strip(), calls)
+
+
+def _without_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """What is left of the text, and the calls. Takes linear time: a model may write opening marks alone."""
+    left: list[str] = []
+    calls: list[ToolCall] = []
+    at = 0
+    while (begin := text.find(_CALL, at)) >= 0 and (end := text.find(_CALL_END, begin)) >= 0:
+        call = _call(text[begin + len(_CALL) : end])
+        left.append(text[at : begin if call is not None else end + len(_CALL_END)])
+        if call is not None:
+            calls.append(call)
+        at = end + len(_CALL_END)
+    return "".join([*left, text[at:]]), tuple(calls)
 
 
 def _call(text: str) -> ToolCall | None:
     """None for text that is no call."""
     try:
         call = json.loads(text)
+        match call:
+            case {"name": str(name), "arguments": dict(arguments)}:  # NaN and Infinity, which are no JSON, read as such
+                return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (ValueError, RecursionError):
-        return None
-    match call:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+        pass
     return None

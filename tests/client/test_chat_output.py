@@ -59,6 +59,10 @@ def test_what_the_template_makes_of_parts_comes_apart_into_them(
         ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', None),
         ('<tool_call>{"name": "f", "arguments": 1}</tool_call>', None),
         ("<tool_call>[]</tool_call>", None),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', None),
+        (f"a{CALL}b{CALL}c<tool_call>", ChatOutput("abc<tool_call>", tool_calls=(ToolCall("f", '{"a": 1}'),) * 2)),
+        pytest.param("<tool_call>\n" * 200_000, None, id="opening marks alone, which must not take hours"),
     ],
 )
 def test_what_is_cut_or_no_call_stays_in_the_text(text: str, parts: ChatOutput | None) -> None:
