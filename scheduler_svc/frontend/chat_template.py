@@ -16,7 +16,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
 
-from scheduler_svc.frontend.template_sandbox import Budget, TemplateSandbox, bounded, budget
+from scheduler_svc.frontend.template_budget import Budget, budget
+from scheduler_svc.frontend.template_sandbox import TemplateSandbox, bounded
 from shared.errors import InvalidRequest, StartupError
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "_tick"})

@@ -5,9 +5,7 @@ could make much of little at once is judged before it is done. Knows nothing of 
 """
 
 import re
-import time
-from collections.abc import Callable, Sized
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sized
 from functools import wraps
 from typing import Any
 
@@ -16,44 +14,23 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from scheduler_svc.frontend.template_budget import budget
+
 MOST_BITS = 4096
 """Of a number that is computed."""
 
 _ABSENT_FILTERS = ("batch", "random", "slice", "urlize", "wordwrap", "xmlattr")
 """Their cost can't be told beforehand, and nothing in a prompt needs them."""
+_NO_TEXT = frozenset(
+    {"attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list", "map", "max"}
+    | {"min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique"}
+)
+"""Filters that choose among what is there, and make no text of it."""
 _TOO_WIDE = "it formats with too large a width"
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill"})
-_ABSENT_METHODS = frozenset({"expandtabs", "translate", "maketrans"})
-_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")
+_ABSENT_METHODS = frozenset({"expandtabs", "translate", "maketrans", "encode", "to_bytes"})
+_WIDE_PERCENT = re.compile(r"%(\([^()]*\))?[^a-zA-Z%]*(\d{5}|\*)|%\([^()]*\(")
 _WIDE_FIELD = re.compile(r"\{[^{}]*(\d{5}|\{)")
-
-
-class Budget:
-    """What one rendering may take."""
-
-    def __init__(self, seconds: float, size: int) -> None:
-        """`size`: characters and list items, all together."""
-        self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
-        self._left = size
-
-    def afford(self, size: int) -> None:
-        """Before it is made. Raises TemplateRuntimeError."""
-        if size > self._left:
-            raise jinja2.TemplateRuntimeError("it makes too much text")
-
-    def spend(self, value: Any) -> Any:
-        """After it was made; the value. Raises TemplateRuntimeError."""
-        if time.monotonic() > self._deadline:
-            raise jinja2.TemplateRuntimeError(f"rendering took longer than {self._seconds:g} s")
-        if isinstance(value, str | list | tuple):
-            self.afford(len(value))
-            self._left -= len(value)
-        return value
-
-
-budget: ContextVar[Budget] = ContextVar("budget")
-"""Of the rendering that goes on in this thread."""
 
 
 class _Concatenating(CodeGenerator):
@@ -74,7 +51,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         # Not optimized: else parts would be computed, without a budget, when the template is read.
-        super().__init__(optimized=False, finalize=_spend, **options)
+        super().__init__(optimized=False, finalize=_printed, **options)
         for name in _ABSENT_FILTERS:
             del self.filters[name]
         del self.globals["lipsum"]
@@ -92,16 +69,25 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *arguments: Any, **named: Any) -> Any:
         """Called by templates, for functions and methods."""
+        if getattr(__obj, "__name__", "") == "join" and arguments and not isinstance(arguments[0], Sized):
+            arguments = (list(arguments[0]), *arguments[1:])  # so that it can be judged
         _judge_call(__obj, arguments, named)
         return _spend(super().call(__context, __obj, *arguments, **named))
 
     def concatenate(self, parts: tuple[Any, ...]) -> str:
         """Called by templates."""
+        budget.get().afford_text(*parts)
         return str(_spend("".join(map(str, parts))))
 
 
 def _spend(value: Any) -> Any:
     return budget.get().spend(value)
+
+
+def _printed(value: Any) -> Any:
+    if not isinstance(value, str):
+        budget.get().afford_text(value)
+    return _spend(value)
 
 
 def _judge_operator(operator: str, left: Any, right: Any) -> None:
@@ -112,8 +98,15 @@ def _judge_operator(operator: str, left: Any, right: Any) -> None:
     elif operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
         size, times = (len(left), right) if isinstance(left, Sized) else (len(right), left)
         budget.get().afford(size * max(times, 0))
-    elif operator == "%" and isinstance(left, str) and _WIDE_PERCENT.search(left):
+    elif operator == "%" and isinstance(left, str):
+        _judge_percent(left, right)
+
+
+def _judge_percent(text: str, values: Any) -> None:
+    """By name the same value may be told again and again."""
+    if _WIDE_PERCENT.search(text):
         raise jinja2.TemplateRuntimeError(_TOO_WIDE)
+    budget.get().afford_text(values, times=text.count("%") if isinstance(values, Mapping) else 1)
 
 
 def _judge_call(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -122,23 +115,32 @@ def _judge_call(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     text, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if not isinstance(text, str):
         return
-    if name == "format":
+    if name in ("format", "format_map"):
         if _WIDE_FIELD.search(text.replace("{{", "")):
             raise jinja2.TemplateRuntimeError(_TOO_WIDE)
+        budget.get().afford_text(*arguments, *named.values(), times=text.count("{"))
     elif name == "replace":
         _judge_replace(text, *arguments)
-    elif name == "join" and isinstance(arguments[0], Sized):
+    elif name == "join" and arguments:
         _judge_join(arguments[0], text)
     elif name in _PADDING_METHODS:
         _judge_widths(*arguments)
 
 
-def _judge_replace(text: str, old: str = "", new: str = "", *count: Any) -> None:
+def _judge_replace(text: str, old: str = "", new: str = "", count: Any = None) -> None:
     budget.get().afford(len(text) + text.count(old) * len(new))
 
 
 def _judge_join(items: Sized, separator: str = "", *attribute: Any) -> None:
     budget.get().afford(len(separator) * len(items))
+    budget.get().afford_text(items)
+
+
+def _judge_indent(text: str, *arguments: Any) -> None:
+    """A line may be indented with text, too."""
+    lines = text.count("\n") + 1
+    for width in arguments:
+        budget.get().afford(lines * (len(width) if isinstance(width, str) else width))
 
 
 def _judge_widths(*arguments: Any) -> None:
@@ -159,16 +161,18 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         context, (value, *further) = arguments[:passed], arguments[passed:]
+        if name not in _NO_TEXT:
+            budget.get().afford_text(value, *further, *named.values())
         if name == "replace":
             value = str(value)
-            _judge_replace(value, *further, *named.values())
+            _judge_replace(value, *map(str, further), **{key: str(own) for key, own in named.items()})
         elif name == "join":
             value = value if isinstance(value, Sized) else list(value)
             _judge_join(value, *map(str, (*further, *named.values())))
         elif name == "format":
-            _judge_operator("%", str(value), None)
+            _judge_percent(str(value), named or tuple(further))
         elif name == "indent":
-            _judge_widths(*(width * (str(value).count("\n") + 1) for width in (*further, *named.values())))
+            _judge_indent(str(value), *further, *named.values())
         elif name == "center":
             _judge_widths(*further, *named.values())
         return _spend(function(*context, value, *further, **named))
