@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shared.errors import StartupError, TandemError, Unavailable
+from shared.errors import PermissionDenied, QueueFull, StartupError, TandemError, Unauthenticated, Unavailable
 from shared.security import PLAIN, ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.batch.answers import error_of, response_of
@@ -29,12 +29,17 @@ RETRY_S = 1.0
 PATIENCE_S = 300.0
 """How long a service may be away, no request ending meanwhile, before the run ends."""
 
+_AWAY = (Unavailable, QueueFull)
+"""A client gives a request up with these where it was lost and can't go on for as long as it may resume."""
+_NOBODYS_FAULT = (*_AWAY, Unauthenticated, PermissionDenied)
+"""They say nothing of a request: another run computes it, with a token that counts."""
+
 
 def run(endpoint: str, source: Path, target: Path, config: BatchConfig, security: ClientSecurity = PLAIN) -> str | None:
     """Computes a batch; what the caller must hear if not every request succeeded.
 
-    Raises StartupError for a bad file, Unavailable where the service is not there or stays away, TandemError after
-    Ctrl-C.
+    Raises StartupError for a bad file, Unavailable or QueueFull where the service is not there or stays away,
+    Unauthenticated or PermissionDenied where it does not take the token any more, TandemError after Ctrl-C.
     """
     ids = custom_ids(source)
     with Journal(target) as journal:
@@ -42,8 +47,8 @@ def run(endpoint: str, source: Path, target: Path, config: BatchConfig, security
             raise StartupError(f"{target}: has {min(strangers)!r}, {source} has not; give another output file")
         try:
             asyncio.run(_Batch(endpoint, source, journal, len(ids), config, security).run())
-        except Unavailable as error:
-            raise Unavailable(f"{error}; {_left(ids, journal)}") from None
+        except _NOBODYS_FAULT as error:
+            raise type(error)(f"{error}; {_left(ids, journal)}") from None
         except KeyboardInterrupt:
             raise TandemError(f"stopped; {_left(ids, journal)}") from None
         assert journal.done == ids, "every request has a line"
@@ -128,7 +133,7 @@ class _Batch:
             if self._config.timeout is not None:
                 work.options["timeout"] = self._config.timeout
             completions = [await self._complete(client, prompt, work.options) for prompt in work.prompts]
-        except Unavailable:
+        except _NOBODYS_FAULT:
             raise
         except TandemError as error:
             return error_of(request, error)
@@ -136,11 +141,11 @@ class _Batch:
         return response_of(request, self._model_name, completions)
 
     async def _complete(self, client: AsyncClient, prompt: Any, options: dict[str, Any]) -> Completion:
-        """Waits for a service that is away: raises Unavailable only if it stays away."""
+        """Waits for a service that is away: raises one of _AWAY only if it stays away."""
         while True:
             try:
                 return await client.complete(prompt, **options)
-            except Unavailable:
+            except _AWAY:
                 if time.monotonic() - self._succeeded > PATIENCE_S:
                     raise
                 await asyncio.sleep(RETRY_S)

@@ -3,13 +3,14 @@
 import json
 import threading
 import time
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from shared.errors import StartupError, Unavailable
+from shared.errors import PermissionDenied, QueueFull, StartupError, Unauthenticated, Unavailable
 from shared.pb import core_pb2
 from tandem.batch import command
 from tandem.batch.config import BatchConfig
@@ -96,15 +97,29 @@ def test_a_full_queue_is_waited_for(server: Server, files: tuple[Path, Path], mo
     assert texts(files[1]) == {"r0": "fox", "r1": "sea"}
 
 
+@pytest.mark.parametrize(
+    ("failures", "kind"),
+    [
+        ([failed(14, "no worker")], Unavailable),
+        ([failed(14, "no worker"), failed(8, "full after the loss", 1)], QueueFull),
+        ([failed(16, "no such token")], Unauthenticated),
+        ([failed(7, "not for you")], PermissionDenied),
+    ],
+)
 def test_a_service_that_stays_away_ends_the_run_and_not_the_batch(
-    server: Server, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    failures: list[core_pb2.Ended],
+    kind: type[Exception],
+    server: Server,
+    files: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No line says that a request failed which was never computed."""
     for name in ("RETRY_S", "PATIENCE_S"):
         monkeypatch.setattr(command, name, 0.05)
-    server.answer = lambda submit: ((), failed(14, "no worker")) if len(server.core.submits) > 2 else ([7], length())
+    fails = chain(failures, repeat(failures[-1]))
+    server.answer = lambda submit: ((), next(fails)) if len(server.core.submits) > 2 else ([7], length())
     write(files[0], ["a"] * 9)
-    with pytest.raises(Unavailable, match=r"no worker; 7 of 9 requests are left: run the same again"):
+    with pytest.raises(kind, match=r"; 7 of 9 requests are left: run the same again"):
         command.run(server.endpoint, *files, BatchConfig(max_concurrency=1))
     assert len(results(files[1])) == 2
     server.answer = lambda submit: ([7], length())
