@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from shared.errors import DeadlineExceeded, InvalidRequest, TandemError
+from shared.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, TandemError
 from tandem.batch.request_lines import CHAT, RequestLine
 from tandem.chat_output import ToolCall, parse_chat_output
 from tandem.token_values import TokenLogprob
@@ -90,6 +90,8 @@ def error_of(request: RequestLine, error: TandemError) -> dict[str, Any]:
         status, kind, field = 400, "invalid_request_error", error.field
         if field == "model":
             status, code = 404, "model_not_found"
+    elif isinstance(error, LimitExceeded):
+        status, kind = 400, "invalid_request_error"
     elif isinstance(error, DeadlineExceeded):
         status, kind = 504, "timeout"
     body = {"error": {"message": str(error), "type": kind, "param": field, "code": code}}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import DeadlineExceeded, InvalidRequest, RequestFailed
+from shared.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, RequestFailed
 from tandem import Completion, EchoedPrompt, Finish, Sample, TokenLogprob, Usage
 from tandem.batch.answers import error_of, response_of
 from tandem.batch.bodies import work_of
@@ -178,6 +178,7 @@ def test_several_prompts_are_choices_of_one_completion() -> None:
     [
         (InvalidRequest("stop", "too long"), 400, "invalid_request_error", "stop"),
         (InvalidRequest("model", "unknown"), 404, "invalid_request_error", "model"),
+        (LimitExceeded("too long a message"), 400, "invalid_request_error", None),
         (DeadlineExceeded("late"), 504, "timeout", None),
         (RequestFailed("NaN"), 500, "server_error", None),
     ],
