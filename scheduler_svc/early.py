@@ -12,8 +12,11 @@ from shared.errors import QueueFull, TandemError
 class EarlyRequests:
     """In order of their arrival, with what their grammars have allowed meanwhile."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_tokens: int) -> None:
+        """As many and as long as the core would let wait."""
         self._most = most
+        self._most_tokens = most_tokens
+        self._tokens = 0
         self._requests: dict[int, Request] = {}
         self._masks: dict[int, tuple[int, bytes]] = {}
 
@@ -30,9 +33,16 @@ class EarlyRequests:
 
     def add(self, request: Request) -> None:
         """Raises QueueFull, but for one that was accepted before."""
-        if len(self._requests) >= self._most and not request.again:
-            raise QueueFull(f"{len(self._requests)} requests wait for a worker: try again later")
+        if not request.again:
+            self._require_room(_tokens(request))
         self._requests[request.key] = request
+        self._tokens += _tokens(request)
+
+    def _require_room(self, tokens: int) -> None:
+        if len(self._requests) >= self._most:
+            raise QueueFull(f"{len(self._requests)} requests wait for a worker: try again later")
+        if self._requests and self._tokens + tokens > self._most_tokens:
+            raise QueueFull(f"{self._tokens} tokens of requests wait for a worker: try again later")
 
     def mask_ready(self, key: int, position: int, allowed: bytes) -> None:
         """What the request may sample first."""
@@ -40,7 +50,8 @@ class EarlyRequests:
 
     def drop(self, key: int) -> None:
         """It is over, if it was here."""
-        self._requests.pop(key, None)
+        request = self._requests.pop(key, None)
+        self._tokens -= _tokens(request) if request is not None else 0
         self._masks.pop(key, None)
 
     def keys_of(self, request_id: str) -> list[int]:
@@ -55,6 +66,7 @@ class EarlyRequests:
         """Submits all of them; yields who was refused, and why."""
         requests, self._requests = self._requests, {}
         masks, self._masks = self._masks, {}
+        self._tokens = 0
         for key, request in requests.items():
             try:
                 core.submit(request)
@@ -62,3 +74,7 @@ class EarlyRequests:
                     core.mask_ready(key, *masks[key])
             except TandemError as error:
                 yield key, error
+
+
+def _tokens(request: Request) -> int:
+    return len(request.prompt) + len(request.output)

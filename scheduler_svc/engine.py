@@ -53,7 +53,7 @@ class Engine:
         """Groups with a timer that ends a wait for masks."""
         self._owners: dict[int, set[int]] = {}
         """Live keys of each frontend connection."""
-        self._early = EarlyRequests(config.max_queue)
+        self._early = EarlyRequests(config.max_queue, config.max_queue_tokens)
         self._settled = False
         """The workers that were to be expected are there: requests go to the core at once."""
         self._away: dict[int, float] = {}

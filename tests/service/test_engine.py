@@ -106,6 +106,26 @@ def test_requests_before_the_first_worker_are_bounded_too(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
+def test_tokens_before_the_first_worker_are_bounded_too(tmp_path: Path) -> None:
+    """As are those of the queue: who finds nobody waiting may have any number, who comes again too."""
+
+    async def scenario() -> None:
+        async with served(tmp_path, max_queue_tokens=4) as (engine, peer, _):
+            peer.submit(1, bytes(5 * 4))
+            peer.submit(2, bytes(4))
+            refused = await asyncio.wait_for(peer.end(), PATIENCE_S)
+            assert (refused.handle, refused.failure.code) == (2, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+            peer.submit(3, bytes(4), again=True)
+            peer.abort("request-1")
+            assert (await asyncio.wait_for(peer.end(), PATIENCE_S)).handle == 1
+            peer.submit(4, bytes(3 * 4))
+            peer.submit(5, bytes(4))
+            assert (await asyncio.wait_for(peer.end(), PATIENCE_S)).handle == 5
+            assert engine.held == 4, "two requests, each in two maps"
+
+    asyncio.run(scenario())
+
+
 EIGHT_TOKENS = WorkerDescription("", "m", "float32", 16, 8, 64, 8, (7,), 1, 4, 64, "1", "torch")
 
 
