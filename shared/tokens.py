@@ -117,6 +117,8 @@ def _parse(content: bytes) -> Mapping[bytes, Caller]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
+        if line != words[0] and len(words) == 1:  # where a script's variable was empty, who has half would be operator
+            raise ValueError(f"line {number}: white space beside one word: is its tenant, or its token, missing?")
         *tenant, token = words
         if len(tenant) > 1 or (tenant and not _TENANT.fullmatch(tenant[0])):
             raise ValueError(f"line {number}: TOKEN or TENANT TOKEN is needed, the tenant of letters, digits, . _ -")

@@ -81,6 +81,8 @@ def test_what_was_there_counts_while_a_change_cant_be_used(damage: Any, tmp_path
         ("# nothing\n\n", "has no token"),
         ("short", "line 1: a token has at least 16"),
         (f"{RED}\nred team {BLUE}", "line 2: TOKEN or TENANT TOKEN"),
+        ("a-tenant-of-a-long-name ", "line 1: white space beside one word"),
+        (f"{RED}\n {BLUE}", "line 2: white space beside one word"),
         (f"a/b {RED}", "line 1: TOKEN or TENANT TOKEN"),
         (f"red {RED}\nblue {RED}", "line 2: another tenant has this token"),
         (f"r\u00e9d {RED}", "not ASCII"),
