@@ -36,10 +36,13 @@ class QueueClock:
 
     def retry_after_ms(self, now: float) -> int:
         """When one who is refused should come again: each is told of a place of its own, as fast as they get free, so
-        that they don't all come back at once."""
+        that they don't all come back at once. Where all those of the longest hint are told, it begins with the first
+        again, and so several come for each."""
         self._age(now)
         interval = AVERAGED_S / self._ends if self._ends > AVERAGED_S / LATEST_S else UNKNOWN_S
-        self._next_place = min(max(now, self._next_place) + interval, now + LATEST_S)
+        self._next_place = max(now, self._next_place) + interval
+        if self._next_place > now + LATEST_S:
+            self._next_place = now + interval
         return round(max(self._next_place - now, SOONEST_S) * 1e3)
 
     def _age(self, now: float) -> None:

@@ -1,5 +1,7 @@
 """When who is refused should come again, and who has waited too long: the rules alone, told the time."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +26,13 @@ def test_the_refused_come_back_as_fast_as_places_get_free(every: float) -> None:
     for number in range(5):
         clock.ended(60.0 + (number + 1) * every)
     assert clock.retry_after_ms(60.0 + 5 * every) / 1e3 == pytest.approx(every, rel=0.3), "those places are taken"
+
+
+def test_of_many_who_are_refused_no_crowd_comes_back_at_once() -> None:
+    clock = finishing(0.25)
+    hints = [clock.retry_after_ms(60.0) / 1e3 for _ in range(5000)]
+    by_second = Counter(int(hint) for hint in hints)
+    assert max(by_second.values()) < 1.5 * len(hints) / LATEST_S
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=50))
