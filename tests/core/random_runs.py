@@ -11,7 +11,7 @@ def random_simulation(rng: random.Random, kind: type[Simulation]) -> Simulation:
     seqs = rng.randint(2, 4)
     return make_simulation(
         kind,
-        pools=[rng.randint(8, 11) for _ in range(groups)],
+        pools=[rng.randint(6, 11) for _ in range(groups)],
         depths=[rng.randint(1, 4) for _ in range(groups)],
         max_num_seqs=seqs,
         max_num_batched_tokens=rng.randint(seqs, 8),
@@ -55,7 +55,7 @@ def random_run(seed: int, *, steps: int = 120, kind: type[Simulation] = Simulati
     """Raises where a rule does not hold. Without `check` only clients and workers judge, not the core's invariants."""
     rng = random.Random(seed)
     simulation = random_simulation(rng, kind)
-    come_and_go = rng.choice([0, 0, 2, 4])
+    come_and_go = rng.choice([0, 0, 3, 6])
     losses, faults = rng.choice([0, 0, 1, 4]), rng.choice([0, 0, 0, 1])
     for _ in range(steps):
         group, chance = rng.randrange(len(simulation.sides)), rng.random()
@@ -76,7 +76,7 @@ def random_run(seed: int, *, steps: int = 120, kind: type[Simulation] = Simulati
             simulation.send_masks()
         elif chance < 0.29:
             simulation.heartbeat(group)
-        elif chance < 0.31 and come_and_go:
+        elif chance < 0.33 and come_and_go:
             come_and_go -= 1
             random_change(simulation, rng, group)
         else:

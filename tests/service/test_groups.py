@@ -103,6 +103,7 @@ class Service:
     """A scheduler that knows its workers by name alone, and the workers."""
 
     def __init__(self, scheduler: Scheduler, pods: Pods, metrics_port: int) -> None:
+        self.scheduler = scheduler
         self.endpoint = scheduler.endpoint
         self.pods = pods
         self.metrics_port = metrics_port
@@ -112,10 +113,13 @@ class Service:
         return {worker.endpoint.rpartition(":")[0]: worker for worker in asyncio.run(load(self.endpoint)).workers}
 
     def until(self, condition: Callable[[dict[str, pb.WorkerLoad]], bool]) -> None:
-        """Waits for what GetLoad tells of the workers."""
+        """Waits for what GetLoad tells of the workers; while the core is away it tells nothing."""
         deadline = time.monotonic() + PATIENCE_S
-        while not condition(workers := self.workers()):
-            assert time.monotonic() < deadline, workers
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                if condition(self.workers()):
+                    return
+            assert time.monotonic() < deadline, "the workers never came to what was waited for"
             time.sleep(0.05)
 
     def until_connected(self, *hosts: str) -> None:
@@ -215,6 +219,16 @@ def test_a_rolling_restart_under_load_loses_nothing(service: Service) -> None:
 def test_every_worker_is_killed_in_turn_under_load(service: Service) -> None:
     hosts = list(service.pods.workers)
     under_load(service, lambda: [replaced(service, host, signal.SIGKILL) for host in hosts])
+
+
+def test_a_core_that_is_killed_finds_all_workers_again(service: Service) -> None:
+    def kill() -> None:
+        (core,) = service.scheduler.processes("core")
+        core.kill()
+        service.until(lambda _: core not in service.scheduler.processes("core"))
+        service.until_connected(*service.pods.workers)
+
+    under_load(service, kill)
 
 
 class Described(worker_pb2_grpc.WorkerServiceServicer):
