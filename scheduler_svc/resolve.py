@@ -1,27 +1,35 @@
-"""From --workers to addresses: host:port as it stands, dns:///name:port as one address for each record of the name.
+"""From --workers and --peers to addresses: host:port as it stands, dns:///name:port as one for each record of the name.
 
 So each pod behind a headless Service of Kubernetes is a worker group of its own. Knows nothing of links.
 """
 
 import asyncio
 import socket
+from collections.abc import Callable, Sequence
+
+import structlog
 
 from shared.errors import StartupError
 from shared.ports import address
 
 SCHEME = "dns:///"
 
+_log = structlog.get_logger(__name__)
+
 
 def is_name(target: str) -> bool:
-    """Whether it stands for as many groups as its name has addresses, now and later."""
+    """Whether it stands for as many as its name has addresses, now and later."""
     return target.startswith(SCHEME)
 
 
-def check_target(target: str) -> None:
-    """Raises StartupError for what is neither."""
-    host, _, port = target.removeprefix(SCHEME).rpartition(":")
-    if not host or "/" in host or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise StartupError(f"--workers {target}: host:port or dns:///name:port is needed")
+def check_targets(flag: str, targets: Sequence[str]) -> None:
+    """Raises StartupError, naming the flag, for what is neither, and for what is given twice."""
+    for target in targets:
+        host, _, port = target.removeprefix(SCHEME).rpartition(":")
+        if not host or "/" in host or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise StartupError(f"{flag} {target}: host:port or dns:///name:port is needed")
+        if targets.count(target) > 1:
+            raise StartupError(f"{flag} {target}: given twice")
 
 
 async def resolve(target: str) -> list[str]:
@@ -34,3 +42,20 @@ async def resolve(target: str) -> list[str]:
     families = {family for family, *_ in found}
     chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return sorted({address(str(where[0]), int(port)) for family, *_, where in found if family == chosen})
+
+
+async def follow(target: str, interval_s: float, found: Callable[[list[str]], None]) -> None:
+    """Tells the addresses of a name, every `interval_s` seconds for ever.
+
+    One that can't be resolved for a while changes nothing: its addresses stay as they were.
+    """
+    reported = ""
+    while True:
+        try:
+            found(await resolve(target))
+            reported = ""
+        except OSError as error:
+            if str(error) != reported:
+                _log.warning("no addresses", name=target, reason=str(error))
+            reported = str(error)
+        await asyncio.sleep(interval_s)

@@ -6,11 +6,12 @@ Addresses come from the command line, or from a name that is resolved again and 
 import asyncio
 import itertools
 from collections.abc import Coroutine
+from functools import partial
 
 import structlog
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.resolve import is_name, resolve
+from scheduler_svc.resolve import follow, is_name
 from scheduler_svc.worker_client import WorkerLink, WorkerListener
 
 _log = structlog.get_logger(__name__)
@@ -40,8 +41,13 @@ class WorkerGroups:
 
     @property
     def all_connected(self) -> bool:
-        """Whether all known groups can."""
-        return all(link.is_connected for link in self.links.values())
+        """Whether all known groups can, of which there is at least one."""
+        return self.any_connected and all(link.is_connected for link in self.links.values())
+
+    @property
+    def any_held(self) -> bool:
+        """Whether another scheduler has any."""
+        return any(link.is_held for link in self.links.values())
 
     async def run(self) -> None:
         """Dials until cancelled, and lets go of every group then; may be called again. Raises what ends a link."""
@@ -50,13 +56,15 @@ class WorkerGroups:
             for link in self.links.values():
                 self._spawn(self._keep(link))
             for name in self._found:
-                self._spawn(self._follow(name))
+                self._spawn(follow(name, self._config.resolve_interval, partial(self._resolved, name)))
             await self._failed
         finally:
             ending = list(self._tasks)
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
+            for link in self.links.values():
+                link.is_held = False
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -76,19 +84,9 @@ class WorkerGroups:
         del self.links[link.group]
         _log.info("worker is gone", endpoint=link.endpoint)
 
-    async def _follow(self, name: str) -> None:
-        """A name that can't be resolved for a while changes nothing: its addresses stay as they were."""
-        reported = ""
-        while True:
-            try:
-                self._found[name] = await resolve(name)
-                reported = ""
-                self._adjust()
-            except OSError as error:
-                if str(error) != reported:
-                    _log.warning("no worker addresses", name=name, reason=str(error))
-                reported = str(error)
-            await asyncio.sleep(self._config.resolve_interval)
+    def _resolved(self, name: str, addresses: list[str]) -> None:
+        self._found[name] = addresses
+        self._adjust()
 
     def _adjust(self) -> None:
         """New addresses are dialled; a group whose address is gone stays until its stream ends."""

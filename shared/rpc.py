@@ -50,6 +50,7 @@ STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Standby: grpc.StatusCode.UNAVAILABLE,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Aborted: grpc.StatusCode.CANCELLED,
@@ -59,11 +60,13 @@ STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
 }
 RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata that tells a client when to try again."""
+ACTIVE_ENDPOINT = "tandem-active-endpoint"
+"""Trailing metadata of a standby: host:port of the active scheduler, empty where it is not known."""
 REQUEST_ID = "tandem-request-id-bin"
 """Initial metadata of Generate, sent when the request is accepted, which may be long before its first token. A client
 that loses its server afterwards may go on elsewhere; one that never got it learns at once that nobody serves."""
 
-_KINDS = {code.value[0]: kind for kind, code in STATUS_CODES.items()}
+_KINDS = {code.value[0]: kind for kind, code in STATUS_CODES.items() if kind is not errors.Standby}
 
 
 def error_from_status(code: int, message: str, retry_after_ms: int = 0) -> errors.TandemError:
@@ -85,6 +88,8 @@ async def _abort(context: Any, error: Exception) -> None:
     trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, errors.QueueFull):
         trailers = ((RETRY_AFTER, str(error.retry_after_ms)),)
+    elif isinstance(error, errors.Standby):
+        trailers = ((ACTIVE_ENDPOINT, error.active),)
     await context.abort(code, str(error), trailers)
 
 

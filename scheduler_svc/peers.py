@@ -1,0 +1,103 @@
+"""Listens to the schedulers that stand before the same workers, and tells the election what they say.
+
+Knows the wire and the clock; decides nothing.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+
+from grpc import aio
+
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.election import Claim, Election
+from scheduler_svc.resolve import follow, is_name
+from shared.pb import peer_pb2, peer_pb2_grpc
+from shared.rpc import make_channel
+
+REDIAL_S = 0.2
+
+
+class Peers:
+    """A listener at every address that --peers stands for."""
+
+    def __init__(self, config: SchedulerConfig, election: Election, heard: Callable[[], None]) -> None:
+        """`heard` is called after each event that the election was told of."""
+        self._config = config
+        self._election = election
+        self._heard = heard
+        self._fixed = [target for target in config.peers if not is_name(target)]
+        self._found: dict[str, list[str]] = {}
+        """Addresses by name, as last resolved."""
+        self._listeners: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """For ever."""
+        names = [target for target in self._config.peers if is_name(target)]
+        if not names:
+            self._adjust()
+        interval_s = self._config.resolve_interval
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(follow(name, interval_s, partial(self._resolved, name)))
+
+    def _resolved(self, name: str, addresses: list[str]) -> None:
+        self._found[name] = addresses
+        self._adjust()
+
+    def _adjust(self) -> None:
+        wanted = {*self._fixed, *itertools.chain.from_iterable(self._found.values())}
+        self._election.addresses(wanted, time.monotonic())
+        for address in self._listeners.keys() - wanted:
+            self._listeners.pop(address).cancel()
+        for address in wanted - self._listeners.keys():
+            self._listeners[address] = asyncio.create_task(self._listen(address))
+        self._heard()
+
+    async def _listen(self, address: str) -> None:
+        while True:
+            channel = make_channel(address)
+            try:
+                await self._follow(address, peer_pb2_grpc.PeerServiceStub(channel))
+            except aio.AioRpcError:
+                self._election.unreachable(address, time.monotonic())
+                self._heard()
+            except TimeoutError:
+                pass  # the election judges silence by itself
+            finally:
+                await channel.close()
+            await asyncio.sleep(REDIAL_S)
+
+    async def _follow(self, address: str, stub: "peer_pb2_grpc.PeerServiceAsyncStub") -> None:
+        """Until the stream ends. A silent one is given up: the link may be cut, and its successor would be mute."""
+        call = stub.Watch(peer_pb2.WatchPeerRequest())
+        while True:
+            async with asyncio.timeout(self._config.peer_timeout):
+                state = await call.read()
+            if not isinstance(state, peer_pb2.PeerState):
+                return
+            self._election.heard(address, _claim(state), time.monotonic())
+            self._heard()
+
+
+def _claim(state: peer_pb2.PeerState) -> Claim:
+    return Claim(
+        state.scheduler,
+        leading=state.leading,
+        serving=state.serving,
+        candidate=state.candidate,
+        term=state.term,
+    )
+
+
+def claim_to_pb(claim: Claim) -> peer_pb2.PeerState:
+    """To tell the peers."""
+    return peer_pb2.PeerState(
+        scheduler=claim.scheduler,
+        leading=claim.leading,
+        serving=claim.serving,
+        candidate=claim.candidate,
+        term=claim.term,
+    )
