@@ -4,30 +4,37 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The CPU tests need no CUDA build of torch, which is several GB; the worker itself takes any torch from 2.11 on.
 TORCH := torch==2.13.0
+# Python compiles what is imported; pip would compile everything.
+INSTALL := install --quiet --no-compile
+# Both environments are made at the same time; installing the project itself writes into its folder.
+ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types stubs protos unit service clean
+.PHONY: demo test lint types stubs protos core unit service audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
 
-test: lint types stubs unit service
+# Installing, mypy and the core's tests take one core each: two at a time. The other tests use all cores by themselves.
+test:
+	$(MAKE) --jobs=2 --output-sync=target core lint stubs types
+	$(MAKE) unit service
 
 $(VENV)/.runs: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Tandem needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[worker]'
+	$(BIN)/pip $(INSTALL) $(TORCH)
+	$(ALONE) $(BIN)/pip $(INSTALL) --editable '.[worker]'
 	touch $@
 
 $(VENV)/.develops: $(VENV)/.runs
-	$(BIN)/pip install --quiet --editable '.[worker,dev]'
+	$(ALONE) $(BIN)/pip $(INSTALL) --editable '.[worker,dev]'
 	touch $@
 
 # Proves that the scheduler needs no torch: there is none in this environment.
 $(VENV)-scheduler/.runs: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-scheduler
-	$(VENV)-scheduler/bin/pip install --quiet --editable . hypothesis 'pytest>=9'
+	$(ALONE) $(VENV)-scheduler/bin/pip $(INSTALL) --editable . hypothesis 'pytest>=9'
 	touch $@
 
 lint: $(VENV)/.develops
@@ -45,14 +52,23 @@ stubs: $(VENV)/.develops
 protos: $(VENV)/.develops
 	$(BIN)/python protos/generate.py
 
-# Tests of one part each, on all cores; the scheduler core's run where torch is not installed.
-unit: $(VENV)/.develops $(VENV)-scheduler/.runs
+# Tests of the scheduler's core and of what all share, where torch is not installed.
+core: $(VENV)-scheduler/.runs
 	$(VENV)-scheduler/bin/python -m pytest tests/core tests/shared
+
+# Tests of every other part alone.
+unit: $(VENV)/.develops
 	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service
 
 # Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services.
 service: $(VENV)/.develops
 	$(BIN)/python -m pytest -n auto --dist loadfile tests/service
 
+# Known vulnerabilities of what is installed. Asks PyPI, so it is no part of `make test`; fails where it can't ask.
+audit: $(VENV)/.develops
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/pip install --quiet pip-audit
+	$(VENV)-audit/bin/pip-audit --strict --skip-editable --path $(VENV)/lib/python3.*/site-packages
+
 clean:
-	rm -rf $(VENV) $(VENV)-scheduler *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from scheduler_svc.resolve import check_targets
 from shared.errors import StartupError
+from shared.security import ClientSecurity, File, ServerSecurity, check_server
 from shared.settings import check_bounds
 from shared.types import DEPTH_LIMIT
 
@@ -12,7 +13,7 @@ FINISH, HANDOFF = DRAINS = ("finish", "handoff")
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(ServerSecurity):
     """Settings of one scheduler: its frontends and its core. Raises StartupError for a value out of range."""
 
     model: Path
@@ -26,6 +27,15 @@ class SchedulerConfig:
     """Address that clients reach."""
     port: int = 50051
     """Port that clients reach, shared by all frontends."""
+    health_port: int | None = None
+    """Port with nothing but the health service, in plain text, for probes that speak no TLS; None: there is none."""
+    tls_ca: File = None
+    """Authorities (PEM) that workers' certificates are checked with: connections to workers are TLS, and show
+    --tls-cert."""
+    tls_server_name: str | None = None
+    """Name that workers' certificates must be for; None: the one that is dialed."""
+    worker_token_file: File = None
+    """File whose one line is the token to show to workers."""
     frontends: int = 1
     """Frontend processes."""
     max_num_seqs: int | None = None
@@ -53,6 +63,8 @@ class SchedulerConfig:
     peer_timeout: float = 2.0
     """Seconds of silence after which a peer counts as dead, and in which an own core process that does not turn is
     killed, if there are peers; at least 1, because a scheduler speaks twice a second."""
+    peer_tls_ca: File = None
+    """Authorities (PEM) that peers' certificates are checked with: connections to peers are TLS, with --tls-cert."""
     drain: str = "finish"
     """What happens to running streams after SIGTERM: finish (within the drain timeout), or handoff (they end
     UNAVAILABLE at once, and Tandem's client resumes them at a peer)."""
@@ -68,7 +80,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Every value on its own; what depends on the workers is checked when they are known."""
-        check_bounds(self, ("port", "metrics_port"), 1, 65535)
+        check_bounds(self, ("port", "metrics_port", "health_port"), 1, 65535)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise StartupError(f"--otlp-endpoint {self.otlp_endpoint}: http://host:port or https://host:port is needed")
         check_bounds(self, ("frontends", "max_num_seqs", "max_num_batched_tokens", "max_queue"), 1)
@@ -86,3 +98,29 @@ class SchedulerConfig:
             raise StartupError(f"--drain {self.drain}: not among {', '.join(DRAINS)}")
         if self.drain == HANDOFF and not self.peers:
             raise StartupError(f"--drain {HANDOFF}: there is nobody to take over: --peers is needed")
+        check_server(self)
+
+    @property
+    def worker_security(self) -> ClientSecurity:
+        """How workers are known, and how this scheduler shows who it is: with the certificate that its clients see.
+
+        Raises StartupError for files that make no sense together.
+        """
+        dialed = self.tls_ca is not None
+        return ClientSecurity(
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert if dialed else None,
+            tls_key=self.tls_key if dialed else None,
+            tls_server_name=self.tls_server_name,
+            token_file=self.worker_token_file,
+        )
+
+    @property
+    def peer_security(self) -> ClientSecurity:
+        """The same for peers, which ask for no token. Raises StartupError for files that make no sense together."""
+        dialed = self.peer_tls_ca is not None
+        return ClientSecurity(
+            tls_ca=self.peer_tls_ca,
+            tls_cert=self.tls_cert if dialed else None,
+            tls_key=self.tls_key if dialed else None,
+        )

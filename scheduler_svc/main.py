@@ -12,21 +12,28 @@ from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import structlog
+
 from scheduler_svc.config import HANDOFF, SchedulerConfig
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.tracing import require_tracing
 from scheduler_svc.metrics_hub import MetricsHub
 from scheduler_svc.watchdog import watch_core, watch_frontend
+from shared.dialer import Dialer
 from shared.errors import StartupError
 from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
-from shared.ports import address, find_free, require_free
+from shared.ports import LOOPBACK, address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
 from shared.settings import to_json
+from shared.tls import server_credentials
+from shared.tokens import Tokens
 
 LONGEST_SOCKET_PATH = 107
 """Bytes; Linux's sockaddr_un holds 108 with the NUL at the end."""
+
+_log = structlog.get_logger(__name__)
 
 
 async def run(config: SchedulerConfig) -> int:
@@ -36,6 +43,9 @@ async def run(config: SchedulerConfig) -> int:
     """
     name = load_model_config(config.model, config.model_name).name
     require_free(config.host, config.port)
+    if config.health_port is not None:
+        require_free(config.host, config.health_port, port_flag="--health-port")
+    _check_security(config)
     if config.otlp_endpoint is not None:
         require_tracing()
     with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="tandem-") as folder:
@@ -55,6 +65,17 @@ async def run(config: SchedulerConfig) -> int:
         await family.stop((key for key in family.children if key != "core"), config.drain_timeout + 1.0, stopped)
         await family.stop(["core"], 1.0, stopped)
         return STARTUP_FAILED if failed else 0
+
+
+def _check_security(config: SchedulerConfig) -> None:
+    """Once, before every child would tell the same."""
+    credentials = server_credentials(config)
+    Dialer(config.worker_security)
+    Dialer(config.peer_security)
+    if config.token_file is not None:
+        Tokens(config.token_file)
+        if credentials is None and config.host not in (LOOPBACK, "::1", "localhost"):
+            _log.warning("tokens cross the network in plain text: give --tls-cert and --tls-key", host=config.host)
 
 
 async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
@@ -81,7 +102,7 @@ def _watchdogs(
     core_timeout = min(config.step_timeout, config.peer_timeout) if config.peers else config.step_timeout
     yield watch_core(socket_path, core_timeout, partial(_kill, family, "core"))
     for number, frontend in enumerate(frontends):
-        endpoint = address(frontend.host, frontend.own_port)
+        endpoint = address(LOOPBACK, frontend.own_health_port)
         yield watch_frontend(endpoint, config.step_timeout, partial(_kill, family, f"frontend-{number}"))
 
 
@@ -95,7 +116,12 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
         core_socket=Path(socket_path),
         host=config.host,
         port=config.port,
-        own_port=find_free(config.host),
+        health_port=config.health_port,
+        own_health_port=find_free(LOOPBACK),
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        tls_client_ca=config.tls_client_ca,
+        token_file=config.token_file,
         model_name=config.model_name,
         use_generation_config=config.generation_config,
         grammar_timeout=config.grammar_timeout,
@@ -109,4 +135,4 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
 
 async def _until_ready(frontends: Iterable[FrontendConfig]) -> None:
     for frontend in frontends:
-        await until_serving(address(frontend.host, frontend.own_port), "readiness")
+        await until_serving(address(LOOPBACK, frontend.own_health_port), "readiness")

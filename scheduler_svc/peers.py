@@ -4,7 +4,6 @@ Knows the wire and the clock; decides nothing.
 """
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +12,9 @@ from grpc import aio
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.election import Claim, Election
-from scheduler_svc.resolve import follow, is_name
+from scheduler_svc.resolve import follow, is_name, named
+from shared.dialer import Dialer
 from shared.pb import peer_pb2, peer_pb2_grpc
-from shared.rpc import make_channel
 
 REDIAL_S = 0.2
 
@@ -28,9 +27,9 @@ class Peers:
         self._config = config
         self._election = election
         self._heard = heard
-        self._fixed = [target for target in config.peers if not is_name(target)]
-        self._found: dict[str, list[str]] = {}
-        """Addresses by name, as last resolved."""
+        self._dialers = {target: Dialer(named(config.peer_security, target)) for target in config.peers}
+        self._found = {target: [target] for target in config.peers if not is_name(target)}
+        """Addresses by target, as last resolved."""
         self._listeners: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -48,17 +47,17 @@ class Peers:
         self._adjust()
 
     def _adjust(self) -> None:
-        wanted = {*self._fixed, *itertools.chain.from_iterable(self._found.values())}
+        wanted = {address: self._dialers[target] for target, found in self._found.items() for address in found}
         self._election.addresses(wanted, time.monotonic())
-        for address in self._listeners.keys() - wanted:
+        for address in self._listeners.keys() - wanted.keys():
             self._listeners.pop(address).cancel()
-        for address in wanted - self._listeners.keys():
-            self._listeners[address] = asyncio.create_task(self._listen(address))
+        for address in wanted.keys() - self._listeners.keys():
+            self._listeners[address] = asyncio.create_task(self._listen(address, wanted[address]))
         self._heard()
 
-    async def _listen(self, address: str) -> None:
+    async def _listen(self, address: str, dialer: Dialer) -> None:
         while True:
-            channel = make_channel(address)
+            channel = dialer.channel(address)
             try:
                 await self._follow(address, peer_pb2_grpc.PeerServiceStub(channel))
             except aio.AioRpcError:

@@ -6,11 +6,13 @@ So each pod behind a headless Service of Kubernetes is a worker group of its own
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
 from shared.errors import StartupError
 from shared.ports import address
+from shared.security import ClientSecurity
 
 SCHEME = "dns:///"
 
@@ -32,13 +34,25 @@ def check_targets(flag: str, targets: Sequence[str]) -> None:
             raise StartupError(f"{flag} {target}: given twice")
 
 
+def host_of(target: str) -> str:
+    """Its host alone."""
+    return target.removeprefix(SCHEME).rpartition(":")[0].strip("[]")
+
+
+def named(security: ClientSecurity, target: str) -> ClientSecurity:
+    """A certificate is for the name, not for the addresses that are dialled."""
+    if not is_name(target) or security.tls_ca is None or security.tls_server_name is not None:
+        return security
+    return replace(security, tls_server_name=host_of(target))
+
+
 async def resolve(target: str) -> list[str]:
     """The addresses of a name, as host:port. Raises OSError where it has none, or nobody tells.
 
     Of one family: a pod that has an address of each would be two groups.
     """
-    name, _, port = target.removeprefix(SCHEME).rpartition(":")
-    found = await asyncio.to_thread(socket.getaddrinfo, name.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    port = target.rpartition(":")[2]
+    found = await asyncio.to_thread(socket.getaddrinfo, host_of(target), int(port), type=socket.SOCK_STREAM)
     families = {family for family, *_ in found}
     chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return sorted({address(str(where[0]), int(port)) for family, *_, where in found if family == chosen})

@@ -13,6 +13,14 @@ class InvalidRequest(TandemError):
         self.field = field
 
 
+class Unauthenticated(TandemError):
+    """The caller does not show who it is."""
+
+
+class PermissionDenied(TandemError):
+    """The caller is known, and this is not for it."""
+
+
 class DuplicateRequest(TandemError):
     """A live request has this id."""
 

@@ -12,6 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared import errors
+from shared.ports import address
 
 MAX_MESSAGE_BYTES = 64 << 20
 POLL_S = 0.05
@@ -48,6 +49,8 @@ SERVER_OPTIONS = [
 
 STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Standby: grpc.StatusCode.UNAVAILABLE,
@@ -145,19 +148,29 @@ def _streaming(behaviour: Any) -> Any:
 def make_server(
     *,
     share_port: bool,
-    interceptors: tuple[aio.ServerInterceptor, ...] = (),
+    interceptors: Sequence[aio.ServerInterceptor] = (),
     options: Sequence[tuple[str, int]] = (),
 ) -> aio.Server:
-    """A server with Tandem's options and more. Only frontends share a port; elsewhere a second bind must fail."""
-    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port)), *options]
-    return aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
+    """A server with Tandem's options and more; of the same option the last counts. Only frontends share a port;
+    elsewhere a second bind must fail."""
+    merged = {**dict(SERVER_OPTIONS), "grpc.so_reuseport": int(share_port), **dict(options)}
+    return aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=list(merged.items()))
 
 
-def make_channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> aio.Channel:
-    """A client channel with Tandem's options; plain text without credentials."""
-    if credentials is None:
-        return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+def listen(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Has the server listen, in plain text without credentials; the port. Raises StartupError if it can't be had."""
+    where = address(host, port)
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(where))
+        return int(server.add_secure_port(where, credentials))
+    except RuntimeError:
+        raise errors.StartupError(f"can't listen on {where}: is the port taken?") from None
+
+
+def make_channel(target: str) -> aio.Channel:
+    """A client channel with Tandem's options, in plain text. shared.dialer makes others."""
+    return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
 
 async def until_serving(endpoint: str, service: str) -> None:

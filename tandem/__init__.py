@@ -5,11 +5,14 @@ from shared.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     InvalidRequest,
+    PermissionDenied,
     QueueFull,
     RequestFailed,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
+from shared.security import ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.chat_output import ChatOutput, ToolCall, parse_chat_output
 from tandem.client import Client
@@ -36,6 +39,7 @@ __all__ = [
     "ChatMessage",
     "ChatOutput",
     "Client",
+    "ClientSecurity",
     "Completion",
     "DeadlineExceeded",
     "Delta",
@@ -46,6 +50,7 @@ __all__ = [
     "InvalidRequest",
     "Load",
     "ModelInfo",
+    "PermissionDenied",
     "QueueFull",
     "RequestFailed",
     "RequestStats",
@@ -54,6 +59,7 @@ __all__ = [
     "TandemError",
     "TokenLogprob",
     "ToolCall",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "WorkerLoad",

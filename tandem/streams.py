@@ -33,6 +33,7 @@ class _Stream(Generic[C]):
         self.request_id = request.request_id
         self.seed = request.sampling.seed
         """Repeats the output when given again."""
+        self._connections = connections
         self._route = connections.route()
         self._progress = Progress(request)
         self._patience = Patience(time.monotonic(), resume_timeout, timeout, connections.endpoints)
@@ -41,8 +42,11 @@ class _Stream(Generic[C]):
         self._open()
 
     def _open(self) -> None:
-        stub, timeout = next(self._route), self._patience.remaining(time.monotonic())
-        self._calls = [stub.Generate(request, timeout=timeout) for request in self._progress.remaining()]
+        self._stub = next(self._route)
+        timeout, metadata = self._patience.remaining(time.monotonic()), self._connections.metadata
+        self._calls = [
+            self._stub.Generate(request, timeout=timeout, metadata=metadata) for request in self._progress.remaining()
+        ]
         if self._is_closed:  # perhaps by another thread, which knew only the calls before these
             self._cancel()
 

@@ -13,7 +13,10 @@ from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
 from shared.ports import require_free
 from shared.process import STARTUP_FAILED, exited, kill, spawn, stop_signals
+from shared.security import flag
 from shared.settings import to_json
+from shared.tls import server_credentials
+from shared.tokens import Tokens
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import check_model
 from worker_svc.progress import Cells, Watch, all_warm, create_cells
@@ -44,8 +47,12 @@ async def launch(config: WorkerConfig) -> None:
     """
     check_model(config, load_model_config(config.folder))
     require_free(config.host, config.port)
-    if config.metrics_port is not None:
-        require_free(config.host, config.metrics_port, port_flag="--metrics-port")
+    for name in ("metrics_port", "health_port"):
+        if getattr(config, name) is not None:
+            require_free(config.host, getattr(config, name), port_flag=flag(name))
+    server_credentials(config)  # what is wrong with a file is told here, before anything is loaded
+    if config.token_file is not None:
+        Tokens(config.token_file)
     with (
         stop_signals() as stopped,
         tempfile.TemporaryDirectory(prefix="tandem-worker-", ignore_cleanup_errors=True) as name,

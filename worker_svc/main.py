@@ -5,6 +5,7 @@ Imports no torch until a rank needs it, so that the command line and the launche
 
 import argparse
 import asyncio
+import gc
 import os
 import sys
 from functools import partial
@@ -78,6 +79,7 @@ def _run_follower(config: WorkerConfig, rank: int, rendezvous: Path, progress: P
 def main() -> NoReturn:
     """Parses what the launcher passes."""
     die_with_parent()
+    gc.disable()  # until start_rank is done: torch makes 250,000 objects that all stay
     parser = argparse.ArgumentParser(description="One rank of a worker group")
     parser.add_argument("--config", required=True, type=partial(from_json, WorkerConfig), help="settings as JSON")
     parser.add_argument("--rank", required=True, type=int)

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared.errors import QueueFull, StartupError, TandemError, Unavailable
-from shared.settings import check_bounds
+from shared.security import PLAIN, ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.batch.answers import error_of, response_of
 from tandem.batch.bodies import work_of
+from tandem.batch.config import BatchConfig
 from tandem.batch.journal import Journal
 from tandem.batch.request_lines import RequestLine, custom_ids, requests
 from tandem.values import Completion
@@ -29,22 +29,7 @@ PATIENCE_S = 300.0
 """How long a service may be away, no request ending meanwhile, before the run ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchConfig:
-    """How to compute a batch."""
-
-    max_concurrency: int = 64
-    """Requests at a time."""
-    timeout: float | None = None
-    """Seconds for one request; then its line has status 504. Unset: no limit."""
-
-    def __post_init__(self) -> None:
-        """Raises StartupError for a value out of range."""
-        check_bounds(self, ("max_concurrency",), 1)
-        check_bounds(self, ("timeout",), 0)
-
-
-def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str | None:
+def run(endpoint: str, source: Path, target: Path, config: BatchConfig, security: ClientSecurity = PLAIN) -> str | None:
     """Computes a batch; what the caller must hear if not every request succeeded.
 
     Raises StartupError for a bad file, Unavailable where the service is not there or stays away, TandemError after
@@ -55,7 +40,7 @@ def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str |
         if strangers := journal.done - ids:
             raise StartupError(f"{target}: has {min(strangers)!r}, {source} has not; give another output file")
         try:
-            asyncio.run(_Batch(endpoint, source, journal, len(ids), config).run())
+            asyncio.run(_Batch(endpoint, source, journal, len(ids), config, security).run())
         except Unavailable as error:
             raise Unavailable(f"{error}; {_left(ids, journal)}") from None
         except KeyboardInterrupt:
@@ -71,8 +56,17 @@ def _left(ids: set[str], journal: Journal) -> str:
 
 
 class _Batch:
-    def __init__(self, endpoint: str, source: Path, journal: Journal, total: int, config: BatchConfig) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        source: Path,
+        journal: Journal,
+        total: int,
+        config: BatchConfig,
+        security: ClientSecurity,
+    ) -> None:
         self._endpoint = endpoint
+        self._security = security
         self._source = source
         self._journal = journal
         self._total = total
@@ -84,7 +78,8 @@ class _Batch:
 
     async def run(self) -> None:
         """Returns when the journal has every line."""
-        async with AsyncClient(self._endpoint.split(","), resume_timeout=PATIENCE_S) as client:
+        endpoints = self._endpoint.split(",")
+        async with AsyncClient(endpoints, security=self._security, resume_timeout=PATIENCE_S) as client:
             self._model_name = (await client.model_info()).model_name
             left = (request for request in requests(self._source) if request.custom_id not in self._journal.done)
             with self._progress() as show:

@@ -1,8 +1,9 @@
-"""A process of streaming clients: `python -m tandem.bench.client ENDPOINT START CONCURRENCY OUTPUT < ITEMS`.
+"""A process of streaming clients: `python -m tandem.bench.client ENDPOINT SECURITY START CONCURRENCY OUTPUT < ITEMS`.
 
 Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `arrival` seconds after START on the system
 clock, at most CONCURRENCY at a time, and writes when their messages came; a byte on standard output for each that has
-ended. ENDPOINT may be several with commas. Prompts are folded into the model's vocabulary.
+ended. ENDPOINT may be several with commas; SECURITY is a ClientSecurity as JSON. Prompts are folded into the model's
+vocabulary.
 
 OUTPUT holds arrays: `arrival`, `late` (how long after it the request was sent), `first`, `last` (system clock),
 `tokens` and `prompts` (tokens) of each stream that ended well, `gaps` between messages of a stream, `times` and
@@ -19,6 +20,8 @@ import numpy as np
 import uvloop
 
 from shared.errors import TandemError
+from shared.security import ClientSecurity
+from shared.settings import from_json
 from tandem.async_client import AsyncClient
 from tandem.bench.work import TEMPERATURE
 
@@ -42,10 +45,10 @@ class Seen:
         np.savez(output, errors=np.array(self.errors, dtype=np.str_), **streams, **others)  # type: ignore[arg-type]
 
 
-async def main(endpoint: str, start: float, concurrency: int, output: str) -> None:
+async def main(endpoint: str, security: ClientSecurity, start: float, concurrency: int, output: str) -> None:
     """Returns when every stream has ended."""
     # Without resuming: a benchmark that hides a loss measures something else.
-    async with AsyncClient(endpoint.split(","), resume_timeout=0) as client:
+    async with AsyncClient(endpoint.split(","), security=security, resume_timeout=0) as client:
         size = (await client.model_info()).vocabulary_size
         seen, room = Seen(), asyncio.Semaphore(concurrency)
         items = [
@@ -90,4 +93,5 @@ async def _read(client: AsyncClient, prompt: list[int], length: int, arrival: fl
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    _, endpoint, security, start, concurrency, output = sys.argv
+    uvloop.run(main(endpoint, from_json(ClientSecurity, security), float(start), int(concurrency), output))

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import RequestFailed
+from shared.security import PLAIN, ClientSecurity
+from shared.settings import to_json
 from tandem.bench.work import Item
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -72,11 +74,19 @@ class Measured:
 
 
 def start_client(
-    endpoint: str, start: float, output: Path, items: list[Item], concurrency: int, progress: int = subprocess.DEVNULL
+    endpoint: str,
+    start: float,
+    output: Path,
+    items: list[Item],
+    concurrency: int,
+    progress: int = subprocess.DEVNULL,
+    security: ClientSecurity = PLAIN,
 ) -> "subprocess.Popen[bytes]":
     """A process of tandem.bench.client with these requests; `progress` is its standard output."""
-    command = [sys.executable, "-m", "tandem.bench.client", endpoint, str(start), str(concurrency), str(output)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=progress)
+    arguments = [endpoint, to_json(security), str(start), str(concurrency), str(output)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem.bench.client", *arguments], stdin=subprocess.PIPE, stdout=progress
+    )
     assert process.stdin is not None
     process.stdin.write(json.dumps([(item.prompt, item.output_length, item.arrival) for item in items]).encode())
     process.stdin.close()
@@ -91,6 +101,7 @@ def measure(
     goals: Goals,
     concurrency: int | None = None,
     progress: Callable[[int], None] = lambda ended: None,
+    security: ClientSecurity = PLAIN,
 ) -> Measured:
     """Offers the requests from so many processes, at most `concurrency` at a time over all of them.
 
@@ -103,7 +114,15 @@ def measure(
         outputs = [Path(scratch) / f"{number}.npz" for number in range(clients)]
         reading, writing = os.pipe()
         readers = [
-            start_client(endpoint, start, output, items[number::clients], _share(concurrency, clients, number), writing)
+            start_client(
+                endpoint,
+                start,
+                output,
+                items[number::clients],
+                _share(concurrency, clients, number),
+                writing,
+                security,
+            )
             for number, output in enumerate(outputs)
         ]
         os.close(writing)

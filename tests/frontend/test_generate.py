@@ -256,7 +256,7 @@ def test_a_slow_reader_gets_everything_in_few_messages_and_holds_up_nobody(model
     async def scenario() -> None:
         async with serving(model) as served:
             small_window = [("grpc.http2.bdp_probe", 0)]
-            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.own_port}", small_window) as channel:
+            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.port}", small_window) as channel:
                 slow = generation_pb2_grpc.GenerationServiceStub(channel).Generate(_request())
                 (submit,) = await served.core.submitted()
                 for _ in range(steps):

@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels import COMPILED
 from tests.kernels.exchange_rank import CASES, values_of
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled kernels can't map files")
@@ -21,7 +22,7 @@ def test_exchanges_of_changing_size(tmp_path: Path) -> None:
         subprocess.Popen([*command, str(rank), str(ranks), str(tmp_path)], env=environment) for rank in range(ranks)
     ]
     try:
-        assert [process.wait(60) for process in processes] == [0] * ranks
+        assert [process.wait(PATIENCE_S) for process in processes] == [0] * ranks
     finally:
         for process in processes:
             process.kill()

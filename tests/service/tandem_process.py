@@ -15,9 +15,10 @@ from typing import TypeVar
 import psutil
 from grpc import aio
 
+from shared.errors import StartupError
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
-from shared.ports import find_free
+from shared.ports import find_free, require_free
 from tests.patience import PATIENCE_S
 
 ROLES = {
@@ -27,6 +28,15 @@ ROLES = {
     "rank": "worker_svc.main",
 }
 """What the command line of each process holds."""
+
+
+def free_pair() -> int:
+    """The first of two free ports, one after the other: metrics of a scheduler and of its worker."""
+    while True:
+        port = find_free("127.0.0.1")
+        with contextlib.suppress(StartupError):
+            require_free("127.0.0.1", port + 1)
+            return port
 
 
 class Tandem:

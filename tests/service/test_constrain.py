@@ -154,17 +154,6 @@ def test_worker_and_core_die_together(service: Tandem) -> None:
     survives(service, long_ones(), both)
 
 
-def test_preemption_changes_nothing(tmp_path: Path) -> None:
-    """Fourteen blocks of 16 tokens for five sequences that need five each in the end."""
-    arguments = ["--num-kv-blocks", "14", "--block-size", "16", "--dtype", "float64"]
-    wanted = [one for one in long_ones() if one.HasField("constraint")][:5]
-    with running(tmp_path / "log", *arguments) as service:
-        alone = [run(service, one)[0] for one in wanted]
-        together = run(service, *wanted)
-        asyncio.run(until_idle(service.endpoint))
-    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
-
-
 def test_a_client_resumes_where_it_was(service: Tandem) -> None:
     wanted = request(pb.Constraint(json_schema=json.dumps(SCHEMA)))
     (whole,) = run(service, wanted)

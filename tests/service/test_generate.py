@@ -271,16 +271,6 @@ def test_what_can_never_fit_the_pool_is_refused_at_once(tmp_path) -> None:
         assert outputs[-1].token_ids == greedy([9] * 30, 30)
 
 
-def test_preempted_sequences_give_what_they_give_alone(tmp_path) -> None:
-    """Ten blocks hold the prompts of five sequences, but their outputs only in turns: some give way and come back."""
-    wanted = [request(list(range(100 + number, 125 + number)), temperature=0.8, max_tokens=35) for number in range(5)]
-    arguments = ["--num-kv-blocks", "10", "--block-size", "16", "--dtype", "float64"]
-    with running(tmp_path / "log", *arguments) as service:
-        together = run(service, *wanted)
-        alone = [run(service, one)[0] for one in wanted]
-    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
-
-
 def test_tokenize_detokenize_info(service: Tandem) -> None:
     tokenizer, _ = reference()
     text = "Let there be light \u2600 \U0001f54a"

@@ -56,12 +56,6 @@ def requests(count: int, max_tokens: int = 120) -> list[pb.GenerateRequest]:
     return made
 
 
-def same(one, other) -> None:
-    assert [output.token_ids for output in one] == [output.token_ids for output in other]
-    assert [output.text for output in one] == [output.text for output in other]
-    assert [output.finish for output in one] == [output.finish for output in other]
-
-
 async def disturbed(service: Tandem, wanted: list[pb.GenerateRequest], *faults: Callable[[], None]) -> list[Output]:
     """The outputs of `wanted` while each fault happens in turn, each after more tokens have arrived."""
     outputs = [Output() for _ in wanted]
@@ -193,15 +187,14 @@ def test_clients_can_see_that_nobody_serves(service: Tandem) -> None:
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
-def test_two_groups_of_two_ranks_lose_a_rank_each(tmp_path: Path) -> None:
+def test_two_groups_of_two_ranks_lose_a_rank_each(service: Tandem, tmp_path: Path) -> None:
     """Sequences of a lost group go on in the other one; one rank and two give the same tokens."""
     arguments = ["--dtype", "float64", "--step-timeout", str(STEP_TIMEOUT_S), "--kv-cache-memory", "64"]
     wanted = requests(8)
-    with running(tmp_path / "log", *arguments, "--workers", "2", "--tensor-parallel", "2") as service:
-        outputs = asyncio.run(disturbed(service, wanted, kill(service, "rank", 3), kill(service, "rank", 0)))
-        asyncio.run(until_idle(service.endpoint))
-    with running(tmp_path / "log", *arguments) as service:
-        expected = asyncio.run(generate_all(service.endpoint, wanted))
+    expected = asyncio.run(generate_all(service.endpoint, wanted))
+    with running(tmp_path / "log", *arguments, "--workers", "2", "--tensor-parallel", "2") as groups:
+        outputs = asyncio.run(disturbed(groups, wanted, kill(groups, "rank", 3), kill(groups, "rank", 0)))
+        asyncio.run(until_idle(groups.endpoint))
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
 
 

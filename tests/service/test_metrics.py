@@ -18,11 +18,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from scheduler_svc.snapshots import INTERVAL_S
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
-from shared.ports import find_free
 from tests.patience import PATIENCE_S
 from tests.service.collector import Collector, collecting
 from tests.service.scrape import Scrape, scrape, scrape_until
-from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
+from tests.service.tandem_process import Output, Tandem, follow, free_pair, generate_all, running, until_idle
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -44,7 +43,7 @@ class Metered:
 
 @pytest.fixture(scope="module")
 def metered(tmp_path_factory: pytest.TempPathFactory):
-    port = find_free("127.0.0.1")
+    port = free_pair()
     arguments = ["--dtype", "float64", "--frontends", "2", "--kv-cache-memory", "64", "--max-num-seqs", "32"]
     log = tmp_path_factory.mktemp("metrics") / "log"
     with collecting() as collector:

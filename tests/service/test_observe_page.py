@@ -14,7 +14,7 @@ from tandem import Client
 from tests.patience import PATIENCE_S
 from tests.service.collector import collecting
 from tests.service.scrape import scrape
-from tests.service.tandem_process import running
+from tests.service.tandem_process import free_pair, running
 
 PAGE = (Path(__file__).parents[2] / "docs" / "observe.md").read_text()
 
@@ -29,7 +29,7 @@ def commands() -> list[list[str]]:
 def test_the_examples(tmp_path: Path) -> None:
     """One service has the flags of both."""
     (serve, *asks, _), (_, traced) = commands()
-    port = find_free("127.0.0.1")
+    port = free_pair()
     assert serve.startswith("tandem serve ") and traced.startswith("tandem serve ") and len(asks) == 2
     with collecting() as collector:
         arguments = [*serve.split()[2:], *traced.replace("http://127.0.0.1:4317", collector.endpoint).split()[4:]]

@@ -140,9 +140,8 @@ def test_a_mistake_in_a_request_is_one_line(service: Tandem) -> None:
     one_line(tandem("generate", "hello", "--endpoint", service.endpoint, "--max-tokens", "0"), "max_tokens")
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["scheduler"], ["worker"], ["generate"], ["chat"]])
-def test_help_tells_every_option(command: list[str]) -> None:
-    result = tandem(*command, "--help")
+def test_help_is_on_standard_output() -> None:
+    result = tandem("serve", "--help")
     assert result.returncode == 0
     assert "Usage" in result.stdout
 

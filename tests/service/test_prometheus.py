@@ -17,7 +17,7 @@ import pytest
 
 from shared.ports import find_free
 from tests.patience import PATIENCE_S
-from tests.service.tandem_process import Tandem, generate_all, running
+from tests.service.tandem_process import Tandem, free_pair, generate_all, running
 from tests.service.test_metrics import documented, requests
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -36,7 +36,7 @@ Ask = Callable[..., Any]
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Asks a Prometheus that has seen a few seconds of load."""
-    folder, port = tmp_path_factory.mktemp("prometheus"), find_free("127.0.0.1")
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_pair()
     with running(folder / "log", "--kv-cache-memory", "64", "--metrics-port", str(port)) as service:
         config = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
         assert ":9100" in config and ":9101" in config

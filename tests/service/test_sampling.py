@@ -243,19 +243,6 @@ async def _follow(service: Tandem, wanted: pb.GenerateRequest, output: Output) -
         await follow(channel, wanted, output)
 
 
-def test_preempted_sequences_give_what_they_give_alone(tmp_path: Path) -> None:
-    """Penalties count the output of before, logprobs are told once, also those of a prompt."""
-    wanted = [request(list(range(100 + number, 125 + number)), max_tokens=35, temperature=0.8) for number in range(5)]
-    for number, one in enumerate(wanted):
-        one.sampling.repetition_penalty, one.sampling.frequency_penalty = 1.3, 0.5
-        one.output.logprobs, one.output.prompt_logprobs = number, 1
-    arguments = ["--num-kv-blocks", "10", "--block-size", "16", "--dtype", "float64"]
-    with running(tmp_path / "log", *arguments) as service:
-        together = run(service, *wanted)
-        alone = [run(service, one)[0] for one in wanted]
-    assert_same(together, alone)
-
-
 def test_the_rest_goes_on_where_a_field_is_refused(service: Tandem) -> None:
     with Client(service.endpoint) as client:
         generate = partial(client.complete, PROMPT, max_tokens=2)

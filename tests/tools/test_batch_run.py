@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from shared.errors import StartupError, Unavailable
 from shared.pb import core_pb2
 from tandem.batch import command
-from tandem.batch.command import BatchConfig
+from tandem.batch.config import BatchConfig
 from tests.client.conftest import Server
 from tests.frontend.fake_core import Answer, failed, ids, length
 

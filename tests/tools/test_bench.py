@@ -8,7 +8,8 @@ import pytest
 
 from shared.errors import RequestFailed, StartupError
 from tandem.bench import measure as measuring
-from tandem.bench.command import BenchConfig, run
+from tandem.bench.command import run
+from tandem.bench.config import BenchConfig
 from tandem.bench.measure import Goals, measure
 from tandem.bench.work import poisson_arrivals, random_items
 from tests.client.conftest import Server

@@ -32,19 +32,21 @@ SAMPLINGS = (
     ),
 )
 LENGTHS = (5, 40, 23, 30)
+COUNT = 12
+"""Output tokens: every sequence goes over the end of a block."""
 
 
 def outputs(model: str, group: TensorParallel, **settings: Any) -> list[list[Any]]:
-    """Twenty tokens of sequences of different kinds, whose prompts are chunked beside decode rows, and logprobs."""
+    """Twelve tokens of sequences of different kinds, whose prompts are chunked beside decode rows, and logprobs."""
     planner = Planner(make_runner(Path(model), group, **settings))
     vocabulary = planner.runner.batch.limits.vocabulary_size
     for slot, sampling in enumerate(SAMPLINGS):
         allowed = sampling.rules.allowed[: -(-vocabulary // 8)]
         fitting = replace(sampling, rules=replace(sampling.rules, allowed=allowed))
         planner.admit(slot, random.Random(slot).choices(range(250), k=LENGTHS[slot]), fitting)
-    while planner.sequences[1].tokens[40:][19:] == []:
+    while planner.sequences[1].tokens[40:][COUNT - 1 :] == []:
         planner.step([(slot, min(8, planner.remaining(slot))) for slot in range(len(SAMPLINGS))])
-    tokens = [planner.sequences[slot].tokens[length:][:20] for slot, length in enumerate(LENGTHS)]
+    tokens = [planner.sequences[slot].tokens[length:][:COUNT] for slot, length in enumerate(LENGTHS)]
     told = [
         rounded(b"".join(data)[start : start + entry_bytes(num_top)])
         for data, num_top in ((planner.logprobs, 3), (planner.prompt_logprobs, 2))

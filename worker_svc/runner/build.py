@@ -48,6 +48,7 @@ def start_rank(
     group = join(rank, config.tensor_parallel, rendezvous, device)
     runner = build_runner(config, model_config, group, device)
     gc.freeze()  # what the start has made lives as long as the process: a collection that looks at it stalls all ranks
+    gc.enable()
     return runner, group
 
 
