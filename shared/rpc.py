@@ -22,15 +22,15 @@ _log = structlog.get_logger(__name__)
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Without the ping timeout a stopped peer is noticed after a minute, whatever the interval.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 CHANNEL_OPTIONS = [
     *_COMMON,
+    # Four seconds to notice that a server is stopped or out of reach: by then a standby has taken its place.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Not a pause, as the name has it, but how long an attempt to connect may take: farther servers, busy machines, TLS.
@@ -42,6 +42,10 @@ CHANNEL_OPTIONS = [
 
 SERVER_OPTIONS = [
     *_COMMON,
+    # Without the ping timeout a stopped peer is noticed after a minute, whatever the interval.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
     # Clients may ping through minutes without data: otherwise a long prefill ends in GOAWAY too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),

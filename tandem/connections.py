@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from shared.dialer import Dialer
-from shared.errors import InvalidRequest, TandemError
+from shared.errors import InvalidRequest, Standby, TandemError
 from shared.pb import generation_pb2_grpc as rpc
-from shared.rpc import RETRY_AFTER, error_from_status
+from shared.rpc import ACTIVE_ENDPOINT, RETRY_AFTER, error_from_status
 from shared.tls import explained
 
 C = TypeVar("C")
@@ -87,6 +87,8 @@ def error_of(error: Any) -> TandemError:
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and RETRY_AFTER not in trailers:
         return InvalidRequest("request", f"too large for one message: {error.details()}")  # gRPC's own word
     details = explained(error.details() or "")
+    if ACTIVE_ENDPOINT in trailers:
+        return Standby(details, trailers[ACTIVE_ENDPOINT])
     return error_from_status(error.code().value[0], details, int(trailers.get(RETRY_AFTER, 0)))
 
 

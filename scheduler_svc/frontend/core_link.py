@@ -149,10 +149,18 @@ class CoreLink:
                 await asyncio.wait_for(self._ready.wait(), self._timeout)
             except TimeoutError:
                 raise self._away() from None
-        if self.state is not None and self.state.standby:
-            where = f", {self.state.active_endpoint}" if self.state.active_endpoint else ""
-            raise Standby(f"this scheduler stands by; another one is active{where}", self.state.active_endpoint)
+        if self.state is not None:
+            self.serving_state()
         return self._model
+
+    def serving_state(self) -> core_pb2.CoreState:
+        """The core's last word. Raises Unavailable while it is away, Standby where another scheduler serves."""
+        if self.state is None:
+            raise Unavailable("the scheduler core restarts; try again")
+        if self.state.standby:
+            where = f": {self.state.active_endpoint}" if self.state.active_endpoint else ""
+            raise Standby(f"this scheduler stands by, another one is the active one{where}", self.state.active_endpoint)
+        return self.state
 
     def submit(self, samples: Iterable[Sample]) -> None:
         """Hands samples to the core, now or when it comes back; from then on it feeds them."""
