@@ -9,6 +9,7 @@ import grpc
 from shared.dialer import Dialer
 from shared.pb import generation_pb2 as pb
 from shared.security import PLAIN, ClientSecurity
+from tandem.activity import AsyncActivity
 from tandem.client import CONNECTIONS, DEFAULT_ENDPOINT, RESUME_TIMEOUT_S
 from tandem.connections import Asking, Connections
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
@@ -39,7 +40,7 @@ class AsyncClient:
     ) -> None:
         """Connects when first used; call it in a running loop. Raises what Client raises."""
         dialer = Dialer(security)
-        self._connections = Connections(endpoint, connections, dialer, dialer.channel)
+        self._connections = Connections(endpoint, connections, dialer, dialer.channel, AsyncActivity)
         self._resume_timeout = resume_timeout
         self._timeout = timeout
 

@@ -12,6 +12,7 @@ import grpc
 from shared.dialer import Dialer
 from shared.pb import generation_pb2 as pb
 from shared.security import PLAIN, ClientSecurity
+from tandem.activity import ThreadActivity
 from tandem.connections import Asking, Connections
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
 from tandem.streams import GenerationStream
@@ -53,7 +54,7 @@ class Client:
         """Connects when first used. ValueError where there is no endpoint or no connection, StartupError for a file of
         `security` that can't be used."""
         dialer = Dialer(security)
-        self._connections = Connections(endpoint, connections, dialer, dialer.thread_channel)
+        self._connections = Connections(endpoint, connections, dialer, dialer.thread_channel, ThreadActivity)
         self._resume_timeout = resume_timeout
         self._timeout = timeout
 

@@ -5,6 +5,7 @@ requests.
 """
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -16,6 +17,10 @@ from shared.errors import InvalidRequest, Standby, TandemError
 from shared.pb import generation_pb2_grpc as rpc
 from shared.rpc import ACTIVE_ENDPOINT, RETRY_AFTER, error_from_status
 from shared.tls import explained
+from tandem.activity import Activity, Follow
+
+DOUBT_S = 2.0
+"""How long an endpoint that has failed is not preferred, whatever is known of it: a stopped server says nothing new."""
 
 C = TypeVar("C")
 Stub = Any
@@ -29,7 +34,12 @@ class Connections(Generic[C]):
     """
 
     def __init__(
-        self, endpoints: str | Sequence[str], per_endpoint: int, dialer: Dialer, connect: Callable[[str], C]
+        self,
+        endpoints: str | Sequence[str],
+        per_endpoint: int,
+        dialer: Dialer,
+        connect: Callable[[str], C],
+        follow: Follow,
     ) -> None:
         """`connect` is the dialer's way to make a channel. ValueError where there is no endpoint or no connection."""
         self._targets = [endpoints] if isinstance(endpoints, str) else list(endpoints)
@@ -38,20 +48,38 @@ class Connections(Generic[C]):
         self._per_endpoint = per_endpoint
         self._dialer = dialer
         self._connect = connect
+        self._follow = follow
         self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
         self._firsts = itertools.cycle(range(len(self._targets)))
         self._credentials = dialer.credentials
-        self._turns = self._dial()
+        self._activities: list[Activity] = []
+        self._turns: list[Iterator[Stub]] = []
+        self._failed_at: dict[int, float] = {}
+        """When an endpoint has last failed."""
+        self._dial()
 
-    def _dial(self) -> list[Iterator[Stub]]:
-        return [itertools.cycle([self._stub(target) for _ in range(self._per_endpoint)]) for target in self._targets]
+    def _dial(self) -> None:
+        numbers = range(len(self._targets))
+        self._turns = [itertools.cycle([self._stub(number) for _ in range(self._per_endpoint)]) for number in numbers]
+        if len(self._targets) > 1:
+            self._activities = [self._follow(self._dialer, target) for target in self._targets]
+            self._channels.update(activity.channel for activity in self._activities)
 
-    def _stub(self, target: str) -> Stub:
-        channel: Any = self._connect(target)
+    def _stub(self, endpoint: int) -> Stub:
+        channel: Any = self._connect(self._targets[endpoint])
         self._channels.add(channel)
         stub: Stub = rpc.GenerationServiceStub(channel)
-        stub.channel = channel
+        stub.channel, stub.endpoint = channel, endpoint
         return stub
+
+    def failed(self, stub: Stub) -> None:
+        """A call of the stub has found its server unavailable."""
+        self._failed_at[stub.endpoint] = time.monotonic()
+
+    def _is_preferred(self, endpoint: int) -> bool:
+        if not self._activities or time.monotonic() - self._failed_at.get(endpoint, -DOUBT_S) < DOUBT_S:
+            return False
+        return self._activities[endpoint].is_active
 
     @property
     def endpoints(self) -> int:
@@ -69,16 +97,26 @@ class Connections(Generic[C]):
         return list(self._channels)
 
     def route(self) -> Iterator[Stub]:
-        """For the attempts of one request: endpoint after endpoint for ever, beginning at another one each time."""
+        """For the attempts of one request: endpoint after endpoint for ever, beginning at another one each time. Where
+        some say that they are active, only those."""
         first = next(self._firsts)
         for turn in itertools.count(first):
-            if (credentials := self._dialer.credentials) is not self._credentials:
-                self._credentials, self._turns = credentials, self._dial()
-            yield next(self._turns[turn % len(self._turns)])
+            yield self._next(self._order(turn)[0])
 
     def each(self) -> Iterator[Stub]:
-        """One stub of every endpoint."""
-        return itertools.islice(self.route(), self.endpoints)
+        """One stub of every endpoint, the active ones first."""
+        return map(self._next, self._order(next(self._firsts)))
+
+    def _order(self, turn: int) -> list[int]:
+        """All endpoints, in turn, the active ones first."""
+        order = [(turn + step) % self.endpoints for step in range(self.endpoints)]
+        return sorted(order, key=self._is_preferred, reverse=True)
+
+    def _next(self, endpoint: int) -> Stub:
+        if (credentials := self._dialer.credentials) is not self._credentials:
+            self._credentials = credentials
+            self._dial()
+        return next(self._turns[endpoint])
 
 
 def error_of(error: Any) -> TandemError:

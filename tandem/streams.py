@@ -60,6 +60,8 @@ class _Stream(Generic[C]):
             raise Aborted(CLOSED)
         if any(key == REQUEST_ID for key, _ in error.initial_metadata() or ()):
             self._patience.accepted()
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._connections.failed(self._stub)
         return self._patience.pause_after(error_of(error), time.monotonic(), random.random())
 
     def _cancel(self) -> None:
