@@ -216,6 +216,74 @@ def test_who_was_stopped_becomes_the_standby(seed: int) -> None:
     assert world.one_leads() is successor
 
 
+def test_one_that_was_stopped_listens_before_it_judges() -> None:
+    """All that it knows is old: it gives a peer as long as when it starts."""
+    election = Election(1, PEER_TIMEOUT_S, 0.0, alone=False)
+    election.addresses(["peer"], 0.0)
+    election.heard("peer", Claim(2, leading=True, serving=True, term=1), 0.1)
+    assert election.role is Role.STANDBY
+    election.tick(100.0)
+    assert not election.dials
+    for tick in range(100, 100 + round(PEER_TIMEOUT_S / TICK_S)):
+        election.tick(100.0 + (tick - 100) * TICK_S)
+        assert not election.dials
+    election.tick(100.0 + PEER_TIMEOUT_S)
+    assert election.dials
+
+
+def test_who_has_a_worker_waits_while_another_one_is_in_other_hands() -> None:
+    """It might be that of somebody who serves there."""
+    election = Election(1, PEER_TIMEOUT_S, 0.0, alone=True)
+    for now in (0.1, 0.1 + SETTLE_S, CONTEST_S):
+        election.workers(now, connected=True, complete=False, held=True)
+        assert election.dials and not election.serves
+    election.workers(0.1 + CONTEST_S, connected=True, complete=False, held=True)
+    assert election.role is Role.STANDBY and not election.accepts
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "stays"),
+    [
+        ((True, 1), Claim(1, leading=True, serving=True, term=2), False),
+        ((True, 2), Claim(1, leading=True, serving=True, term=1), True),
+        ((True, 1), Claim(1, leading=True, serving=False, term=2), True),
+        ((True, 1), Claim(1, leading=True, serving=True, term=1), False),
+        ((True, 1), Claim(9, leading=True, serving=True, term=1), True),
+        ((False, 1), Claim(1, leading=True, serving=False, term=2), False),
+        ((False, 1), Claim(9, leading=False, term=7), True),
+    ],
+)
+def test_of_two_that_lead_one_gives_way(mine: tuple[bool, int], other: Claim, stays: bool) -> None:
+    """Who serves, then who claimed last, then the lower id."""
+    serving, term = mine
+    election = Election(5, PEER_TIMEOUT_S, 0.0, alone=False)
+    election.addresses(["peer"], 0.0)
+    election.led_before(term, 0.0)
+    election.workers(0.1, connected=serving, complete=serving, held=False)
+    assert election.claim == Claim(5, leading=True, serving=serving, term=term)
+    election.heard("peer", other, 0.2)
+    assert election.dials is stays
+
+
+def test_of_two_candidates_the_lower_id_claims() -> None:
+    for number, claims in ((1, True), (9, False)):
+        election = Election(number, PEER_TIMEOUT_S, 0.0, alone=False)
+        election.addresses(["peer"], 0.0)
+        election.heard("peer", Claim(5), 0.1)
+        assert election.dials is claims
+    election.heard("peer", Claim(5, candidate=False), 0.2)
+    assert election.dials, "the other one is about to leave"
+
+
+def test_where_nobody_listens_nobody_is_waited_for() -> None:
+    election = Election(1, PEER_TIMEOUT_S, 0.0, alone=False)
+    election.addresses(["peer", "own"], 0.0)
+    election.heard("own", Claim(1), 0.1)
+    assert not election.dials
+    election.unreachable("peer", 0.2)
+    assert election.dials
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_standby_that_was_stopped_does_not_claim(seed: int) -> None:
     """What it knew was old when it woke: it listens first."""

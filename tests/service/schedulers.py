@@ -87,18 +87,42 @@ class Scheduler:
         self.start()
 
 
+class Worker:
+    """`tandem worker` in float64 on a fixed port."""
+
+    def __init__(self, log: Path) -> None:
+        port = find_free("127.0.0.1")
+        self.endpoint = f"127.0.0.1:{port}"
+        arguments = ["--model", "tiny", "--port", str(port), "--dtype", "float64", "--kv-cache-memory", "64"]
+        self._command = [sys.executable, "-m", "tandem", "worker", *arguments]
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        """On the same port each time."""
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def stop(self) -> None:
+        """It ends when no scheduler holds it."""
+        self._process.terminate()
+        self._process.wait()
+
+    def kill_and_restart(self) -> None:
+        """As a supervisor would have it."""
+        self._process.kill()
+        self._process.wait()
+        self.start()
+
+
 @contextlib.contextmanager
-def running_worker(log: Path) -> Iterator[str]:
-    """`tandem worker` in float64; its address."""
-    port = find_free("127.0.0.1")
-    arguments = ["--model", "tiny", "--port", str(port), "--dtype", "float64", "--kv-cache-memory", "64"]
-    with log.open("a") as errors:
-        worker = subprocess.Popen([sys.executable, "-m", "tandem", "worker", *arguments], stdout=errors, stderr=errors)
+def running_worker(log: Path) -> Iterator[Worker]:
+    """A worker, stopped at the end."""
+    worker = Worker(log)
     try:
-        yield f"127.0.0.1:{port}"
+        yield worker
     finally:
-        worker.terminate()
-        worker.wait()
+        worker.stop()
 
 
 PARTS = ("token_ids", "logprobs", "prompt_logprobs")

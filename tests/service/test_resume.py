@@ -19,7 +19,7 @@ from tests.service.tandem_process import running
 def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
     log = tmp_path_factory.mktemp("resume") / "log"
     with running_worker(log) as worker:
-        scheduler = Scheduler(worker, log)
+        scheduler = Scheduler(worker.endpoint, log)
         try:
             scheduler.ready()
             yield scheduler

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -22,18 +23,47 @@ from shared.ports import find_free
 from shared.rpc import ACTIVE_ENDPOINT
 from tandem import Client
 from tests.patience import PATIENCE_S
-from tests.service.schedulers import Disturbance, Scheduler, all_at_once, expected, running_worker
+from tests.service.relay import Relay, Relays
+from tests.service.schedulers import Disturbance, Scheduler, Worker, all_at_once, expected, running_worker
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 class Pair:
-    """Two schedulers, and who is active now."""
+    """Two schedulers, each behind links that can be cut, and who is active now."""
 
-    def __init__(self, schedulers: list[Scheduler], worker: str) -> None:
-        self.schedulers = schedulers
+    def __init__(self, worker: Worker, folder: Path) -> None:
         self.worker = worker
-        self.endpoints = [scheduler.endpoint for scheduler in schedulers]
+        self.relays = Relays()
+        ports = [find_free("127.0.0.1"), find_free("127.0.0.1")]
+        self.schedulers: list[Scheduler] = []
+        self.endpoints: list[str] = []
+        """Where clients reach them."""
+        self.links: dict[Scheduler, dict[str, Relay]] = {}
+        for port, other in (ports, reversed(ports)):
+            targets = {"clients": f"127.0.0.1:{port}", "worker": worker.endpoint, "peer": f"127.0.0.1:{other}"}
+            links = {name: self.relays.link(target) for name, target in targets.items()}
+            peers = f"127.0.0.1:{port},{links['peer'].endpoint}"
+            arguments = ["--peers", peers, "--drain", "handoff"]
+            scheduler = Scheduler(links["worker"].endpoint, folder / f"log-{port}", *arguments, port=port)
+            self.schedulers.append(scheduler)
+            self.endpoints.append(links["clients"].endpoint)
+            self.links[scheduler] = links
+
+    def all_links(self, scheduler: Scheduler) -> list[Relay]:
+        """To it and from it."""
+        return [
+            link
+            for one in self.schedulers
+            for name, link in self.links[one].items()
+            if one is scheduler or name == "peer"
+        ]
+
+    def close(self) -> None:
+        """Ends both."""
+        for scheduler in self.schedulers:
+            scheduler.kill()
+        self.relays.close()
 
     def serving(self, service: str) -> list[Scheduler]:
         """Those that say so of a health service, and answer within a second."""
@@ -41,10 +71,7 @@ class Pair:
 
     def until(self, *roles: str) -> None:
         """Waits until one is active and both are ready; or only the former, without "ready"."""
-        deadline = time.monotonic() + PATIENCE_S
-        while len(self.serving("tandem.Active")) != 1 or len(self.serving("readiness")) < len(roles):
-            assert time.monotonic() < deadline, "they never agreed"
-            time.sleep(0.05)
+        _until(lambda: len(self.serving("tandem.Active")) == 1 and len(self.serving("readiness")) >= len(roles))
 
     @property
     def active(self) -> Scheduler:
@@ -64,18 +91,30 @@ def _serves(endpoint: str, service: str) -> bool:
     return False
 
 
+def _stands_by(endpoint: str) -> bool:
+    """Whether it sends clients on."""
+    with grpc.insecure_channel(endpoint) as channel, contextlib.suppress(grpc.RpcError):
+        generation_pb2_grpc.GenerationServiceStub(channel).GetLoad(pb.GetLoadRequest(), timeout=1.0)
+        return False
+    return True
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("standby")
-    ports = [find_free("127.0.0.1"), find_free("127.0.0.1")]
-    peers = ["--peers", ",".join(f"127.0.0.1:{port}" for port in ports), "--drain", "handoff"]
     with running_worker(folder / "worker") as worker:
-        schedulers = [Scheduler(worker, folder / f"log-{port}", *peers, port=port) for port in ports]
+        pair = Pair(worker, folder)
         try:
-            yield Pair(schedulers, worker)
+            yield pair
         finally:
-            for scheduler in schedulers:
-                scheduler.kill()
+            pair.close()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +158,8 @@ def _asks_on(pair: Pair, stop: threading.Event, problems: list[str]) -> None:
 
 
 def test_the_standby_is_ready_and_says_who_serves(pair: Pair, undisturbed: list[object]) -> None:
-    active, standby = pair.active, pair.standby
+    standby = pair.standby
+    where = pair.links[standby]["peer"].endpoint
     with grpc.insecure_channel(standby.endpoint) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         for call in (
@@ -130,8 +170,8 @@ def test_the_standby_is_ready_and_says_who_serves(pair: Pair, undisturbed: list[
             with pytest.raises(grpc.RpcError) as refusal:
                 call()
             assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert dict(refusal.value.trailing_metadata())[ACTIVE_ENDPOINT] == active.endpoint
-            assert active.endpoint in refusal.value.details()
+            assert dict(refusal.value.trailing_metadata())[ACTIVE_ENDPOINT] == where
+            assert where in refusal.value.details()
         assert stub.Tokenize(pb.TokenizeRequest(text="It is")).token_ids
 
 
@@ -181,10 +221,44 @@ def test_both_are_replaced_one_after_the_other(pair: Pair, undisturbed: list[obj
 
 
 def test_a_worker_that_restarts_stays_with_the_active_one(pair: Pair, undisturbed: list[object]) -> None:
-    """Its streams are ended by a stranger's lease: what a worker that restarts looks like from outside, in no time."""
+    """Both see that it is free, for as long as it loads."""
     active = pair.active
+    under_load(pair, undisturbed, pair.worker.kill_and_restart)
     pair.until("both", "ready")
     assert pair.active is active
+
+
+def test_all_links_of_the_active_one_are_cut(pair: Pair, undisturbed: list[object]) -> None:
+    """It lives on, alone; when it hears of the others again it stands by."""
+    active = pair.active
+    links = pair.all_links(active)
+
+    def cut() -> None:
+        for link in links:
+            link.cut()
+
+    under_load(pair, undisturbed, cut)
+    pair.until("both", "ready")
+    successor = pair.active
+    for link in links:
+        link.mend()
+    _until(lambda: not _serves(active.endpoint, "tandem.Active") and _stands_by(active.endpoint))
+    assert pair.active is successor is not active
+
+
+def test_a_leader_that_its_peer_does_not_hear_keeps_the_worker(pair: Pair, undisturbed: list[object]) -> None:
+    """The worker tells the peer that somebody lives, for longer than it tries. Clients that ask there are sent on."""
+    active, standby = pair.active, pair.standby
+    for scheduler in pair.schedulers:
+        pair.links[scheduler]["peer"].cut()
+    try:
+        _until(lambda: not _stands_by(standby.endpoint))
+        _until(lambda: _stands_by(standby.endpoint))
+        assert outputs(asyncio.run(all_at_once(pair.endpoints, lambda delta: None))) == outputs(undisturbed)
+        assert pair.active is active
+    finally:
+        for scheduler in pair.schedulers:
+            pair.links[scheduler]["peer"].mend()
 
 
 def test_the_command_goes_on_elsewhere(pair: Pair, undisturbed: list[object]) -> None:
