@@ -1,5 +1,6 @@
 """What an operator decides about a scheduler."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from shared.settings import check_bounds
 from shared.types import DEPTH_LIMIT
 
 FINISH, HANDOFF = DRAINS = ("finish", "handoff")
+METADATA_KEY = re.compile("[0-9a-z_.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,15 @@ class SchedulerConfig(ServerSecurity):
     """Most tokens in one step; None means what the workers take."""
     max_queue: int = 4096
     """Most waiting sequences; beyond it RESOURCE_EXHAUSTED."""
+    max_queue_tokens: int = 1 << 24
+    """Most tokens of waiting sequences; beyond it RESOURCE_EXHAUSTED, unless nobody waits."""
+    max_queue_time: float | None = None
+    """Seconds that a request may wait for its first step; then it ends RESOURCE_EXHAUSTED. None: no bound."""
+    read_timeout: float = 60.0
+    """Seconds that a client may leave a message of its stream untaken; then the stream ends RESOURCE_EXHAUSTED."""
+    fair_by: str | None = None
+    """Clients take turns, told apart by: peer (their address), token (their authorization metadata) or the metadata
+    key of that name. None: first come, first served."""
     depth: int | None = None
     """Plans of one group without a result, 1 to 4; None picks 2 to 4 from the measured round trip and step time."""
     step_timeout: float = 10.0
@@ -83,11 +94,15 @@ class SchedulerConfig(ServerSecurity):
         check_bounds(self, ("port", "metrics_port", "health_port"), 1, 65535)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise StartupError(f"--otlp-endpoint {self.otlp_endpoint}: http://host:port or https://host:port is needed")
-        check_bounds(self, ("frontends", "max_num_seqs", "max_num_batched_tokens", "max_queue"), 1)
+        check_bounds(self, ("frontends", "max_num_seqs", "max_num_batched_tokens"), 1)
+        check_bounds(self, ("max_queue", "max_queue_tokens"), 1)
+        check_bounds(self, ("max_queue_time",), 0.1)
         check_bounds(self, ("depth",), 1, DEPTH_LIMIT)
-        check_bounds(self, ("step_timeout",), 1)
+        check_bounds(self, ("step_timeout", "read_timeout"), 1)
         check_bounds(self, ("worker_loss_timeout", "drain_timeout"), 0)
         check_bounds(self, ("grammar_timeout",), 0.1)
+        if self.fair_by is not None and not METADATA_KEY.fullmatch(self.fair_by):
+            raise StartupError(f"--fair-by {self.fair_by}: peer, token or a metadata key, in lower case, is needed")
         if not self.workers:
             raise StartupError("--workers: at least one host:port or dns:///name:port is needed")
         check_targets("--workers", self.workers)

@@ -7,7 +7,6 @@ the public port.
 import asyncio
 import os
 import secrets
-import tempfile
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from shared.model_config import load_model_config
 from shared.ports import LOOPBACK, address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
+from shared.scratch import scratch_folder
 from shared.settings import to_json
 from shared.tls import server_credentials
 from shared.tokens import Tokens
@@ -48,7 +48,7 @@ async def run(config: SchedulerConfig) -> int:
     _check_security(config)
     if config.otlp_endpoint is not None:
         require_tracing()
-    with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+    with stop_signals() as stopped, scratch_folder() as folder:
         family = Supervisor()
         socket_path, metrics_socket = _socket_path(folder, "core.sock"), await _serve_metrics(config, folder)
         arguments = ["--config", to_json(config), "--scheduler", str(secrets.randbits(64)), "--socket", socket_path]
@@ -78,7 +78,7 @@ def _check_security(config: SchedulerConfig) -> None:
             _log.warning("tokens cross the network in plain text: give --tls-cert and --tls-key", host=config.host)
 
 
-async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
+async def _serve_metrics(config: SchedulerConfig, folder: Path) -> Path | None:
     """The socket that takes the children's metrics, if there is an endpoint to tell them."""
     if config.metrics_port is None:
         return None
@@ -89,8 +89,8 @@ async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
     return Path(path)
 
 
-def _socket_path(folder: str, name: str) -> str:
-    path = str(Path(folder) / name)
+def _socket_path(folder: Path, name: str) -> str:
+    path = str(folder / name)
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
         raise StartupError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter folder")
     return path
@@ -128,6 +128,8 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
         core_timeout=config.worker_loss_timeout,
         hands_off=config.drain == HANDOFF,
         drain_timeout=config.drain_timeout,
+        fair_by=config.fair_by,
+        read_timeout=config.read_timeout,
         metrics_socket=metrics_socket,
         otlp_endpoint=config.otlp_endpoint,
     )

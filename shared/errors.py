@@ -26,11 +26,15 @@ class DuplicateRequest(TandemError):
 
 
 class QueueFull(TandemError):
-    """No room to wait: try again after `retry_after_ms` milliseconds."""
+    """No room to wait, or no turn in time: try again after `retry_after_ms` milliseconds."""
 
-    def __init__(self, message: str, retry_after_ms: int) -> None:
+    def __init__(self, message: str, retry_after_ms: int = 1000) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class LimitExceeded(TandemError):
+    """More than the service keeps or takes for one client; no retry helps."""
 
 
 class Unavailable(TandemError):

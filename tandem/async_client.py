@@ -10,7 +10,7 @@ from shared.dialer import Dialer
 from shared.pb import generation_pb2 as pb
 from shared.security import PLAIN, ClientSecurity
 from tandem.activity import AsyncActivity
-from tandem.client import CONNECTIONS, DEFAULT_ENDPOINT, RESUME_TIMEOUT_S
+from tandem.client import CONNECTIONS, DEFAULT_ENDPOINT, QUEUE_TIMEOUT_S, RESUME_TIMEOUT_S
 from tandem.connections import Asking, Connections
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
 from tandem.streams import AsyncGenerationStream
@@ -36,18 +36,19 @@ class AsyncClient:
         *,
         security: ClientSecurity = PLAIN,
         resume_timeout: float = RESUME_TIMEOUT_S,
+        queue_timeout: float = QUEUE_TIMEOUT_S,
         timeout: float | None = None,
     ) -> None:
         """Connects when first used; call it in a running loop. Raises what Client raises."""
         dialer = Dialer(security)
         self._connections = Connections(endpoint, connections, dialer, dialer.channel, AsyncActivity)
-        self._resume_timeout = resume_timeout
+        self._patience = resume_timeout, queue_timeout
         self._timeout = timeout
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
         """Continues a prompt and streams it."""
         request = generate_request(prompt, **options)
-        return AsyncGenerationStream(self._connections, request, options.get("timeout"), self._resume_timeout)
+        return AsyncGenerationStream(self._connections, request, options.get("timeout"), *self._patience)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Continues a prompt and waits for all of it."""

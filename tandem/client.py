@@ -30,6 +30,7 @@ from tandem.values import (
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 CONNECTIONS = 4
 RESUME_TIMEOUT_S = 60.0
+QUEUE_TIMEOUT_S = 30.0
 
 
 class Client:
@@ -37,8 +38,9 @@ class Client:
 
     A server, or each of several that serve the same model: `endpoint` is host:port, another gRPC target, or a list of
     them, used in turn. `connections` go to each; one connection reaches one frontend process. `security`: TLS, and
-    the token to show. A stream that loses its server goes on with the next, for `resume_timeout`
-    seconds without progress; 0: never. `timeout`, seconds, is for each call but generate() and complete(), which have
+    the token to show. A stream that loses its server goes on with the next, for `resume_timeout` seconds without
+    progress; 0: never. One that finds the queue full tries again when the server says, for `queue_timeout` seconds.
+    `timeout`, seconds, is for each call but generate() and complete(), which have
     their own; its end raises DeadlineExceeded.
     """
 
@@ -49,19 +51,20 @@ class Client:
         *,
         security: ClientSecurity = PLAIN,
         resume_timeout: float = RESUME_TIMEOUT_S,
+        queue_timeout: float = QUEUE_TIMEOUT_S,
         timeout: float | None = None,
     ) -> None:
         """Connects when first used. ValueError where there is no endpoint or no connection, StartupError for a file of
         `security` that can't be used."""
         dialer = Dialer(security)
         self._connections = Connections(endpoint, connections, dialer, dialer.thread_channel, ThreadActivity)
-        self._resume_timeout = resume_timeout
+        self._patience = resume_timeout, queue_timeout
         self._timeout = timeout
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """Continues a prompt and streams it."""
         request = generate_request(prompt, **options)
-        return GenerationStream(self._connections, request, options.get("timeout"), self._resume_timeout)
+        return GenerationStream(self._connections, request, options.get("timeout"), *self._patience)
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Continues a prompt and waits for all of it."""

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from shared.dialer import Dialer
-from shared.errors import InvalidRequest, Standby, TandemError
+from shared.errors import Standby, TandemError
 from shared.pb import generation_pb2_grpc as rpc
 from shared.rpc import ACTIVE_ENDPOINT, RETRY_AFTER, error_from_status
 from shared.tls import explained
@@ -122,8 +122,6 @@ class Connections(Generic[C]):
 def error_of(error: Any) -> TandemError:
     """The server's error; also what gRPC itself reports, as the kind that has its status code."""
     trailers = dict(error.trailing_metadata() or ())
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and RETRY_AFTER not in trailers:
-        return InvalidRequest("request", f"too large for one message: {error.details()}")  # gRPC's own word
     details = explained(error.details() or "")
     if ACTIVE_ENDPOINT in trailers:
         return Standby(details, trailers[ACTIVE_ENDPOINT])

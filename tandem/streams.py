@@ -27,7 +27,12 @@ class _Stream(Generic[C]):
     """What both kinds of stream do alike: open the calls of an attempt, and judge how it ended."""
 
     def __init__(
-        self, connections: Connections[C], request: pb.GenerateRequest, timeout: float | None, resume_timeout: float
+        self,
+        connections: Connections[C],
+        request: pb.GenerateRequest,
+        timeout: float | None,
+        resume_timeout: float,
+        queue_timeout: float,
     ) -> None:
         """`request` has an id and a seed. The first attempt begins at once."""
         self.request_id = request.request_id
@@ -36,7 +41,7 @@ class _Stream(Generic[C]):
         self._connections = connections
         self._route = connections.route()
         self._progress = Progress(request)
-        self._patience = Patience(time.monotonic(), resume_timeout, timeout, connections.endpoints)
+        self._patience = Patience(time.monotonic(), resume_timeout, timeout, connections.endpoints, queue_timeout)
         self._is_closed = False
         self._calls: list[Any] = []
         self._open()

@@ -62,7 +62,7 @@ class WorkerConfig(ServerSecurity):
     max_num_seqs: int | None = None
     """Slots of batch state: most sequences in flight at a time; None: 64 on a CPU, 256 on a GPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens that one plan may compute; None: 512 on a CPU, 3072 on a GPU."""
+    """Most tokens that one plan may compute; None: 512 on a CPU, on a GPU 3072, or 4096 of a model with experts."""
     max_model_len: int | None = None
     """Most tokens of one sequence; None takes the model's own limit."""
     attention: str = "auto"
@@ -97,9 +97,12 @@ class WorkerConfig(ServerSecurity):
         _one_of("attention", self.attention, ATTENTION)
         check_server(self)
 
-    def batch_size(self, on_gpu: bool) -> tuple[int, int]:
-        """`max_num_seqs` and `max_num_batched_tokens`, chosen where they are not given: one row of each always fits."""
-        default_seqs, default_tokens = (256, 3072) if on_gpu else (64, 512)
+    def batch_size(self, on_gpu: bool, experts: bool) -> tuple[int, int]:
+        """`max_num_seqs` and `max_num_batched_tokens`, chosen where they are not given: one row of each always fits.
+
+        A large step reads all experts, which more tokens share.
+        """
+        default_seqs, default_tokens = (256, 4096 if experts else 3072) if on_gpu else (64, 512)
         seqs = self.max_num_seqs or min(default_seqs, self.max_num_batched_tokens or default_seqs)
         return seqs, self.max_num_batched_tokens or max(default_tokens, seqs)
 

@@ -5,7 +5,6 @@ import contextlib
 import shutil
 import signal
 import subprocess
-import tempfile
 from pathlib import Path
 
 from shared.errors import StartupError, TandemError
@@ -13,6 +12,7 @@ from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
 from shared.ports import require_free
 from shared.process import STARTUP_FAILED, exited, kill, spawn, stop_signals
+from shared.scratch import scratch_folder
 from shared.security import flag
 from shared.settings import to_json
 from shared.tls import server_credentials
@@ -53,11 +53,7 @@ async def launch(config: WorkerConfig) -> None:
     server_credentials(config)  # what is wrong with a file is told here, before anything is loaded
     if config.token_file is not None:
         Tokens(config.token_file)
-    with (
-        stop_signals() as stopped,
-        tempfile.TemporaryDirectory(prefix="tandem-worker-", ignore_cleanup_errors=True) as name,
-    ):
-        folder = Path(name)
+    with stop_signals() as stopped, scratch_folder() as folder:
         cells = create_cells(folder / "progress", config.tensor_parallel)
         stats = create_stats(folder / "stats")
         if config.metrics_port is not None:

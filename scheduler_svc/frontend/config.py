@@ -40,6 +40,12 @@ class FrontendConfig(ServerSecurity):
     """After SIGTERM running streams end at once, to be resumed at another scheduler."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
+    max_connections: int | None = None
+    """Most connections to each port; None: as many as the process may open files, but for some that it needs itself."""
+    read_timeout: float = 60.0
+    """Seconds that a client may leave a message of its stream untaken; then the stream ends."""
+    fair_by: str | None = None
+    """By what clients are told apart that take turns: peer, token or a metadata key; None: by nothing."""
     metrics_socket: Path | None = None
     """Unix socket where the parent takes metrics; None: nobody wants them."""
     otlp_endpoint: str | None = None

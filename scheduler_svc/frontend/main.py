@@ -38,15 +38,13 @@ from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
 from shared.pb import generation_pb2_grpc, peer_pb2_grpc
 from shared.ports import LOOPBACK
-from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
+from shared.process import STARTUP_FAILED, die_with_parent, raise_file_limit, stop_signals
 from shared.rpc import listen, make_server
 from shared.settings import from_json
 from shared.telemetry import configure_logging
 from shared.tls import server_credentials
 from shared.tokens import Authentication, Tokens
 
-MAX_REQUEST_BYTES = 16 << 20
-"""Of one message from a client: a prompt's text has at most 4 MiB, whatever else belongs to it far less."""
 OPERATORS_ONLY = (
     "/tandem.v1.GenerationService/GetStats",
     f"/{VLLM_ENGINE}/SubscribeKvEvents",
@@ -54,6 +52,15 @@ OPERATORS_ONLY = (
 )
 """They tell of all tenants, or act on all."""
 
+OWN_FILES = 128
+"""Files and sockets that a frontend needs itself, and a bit more."""
+MAX_CONCURRENT_STREAMS = 10_000
+"""On one connection; further calls wait at the client."""
+MAX_PENDING_CALLS = 20_000
+"""That have come and were not looked at yet. gRPC's own bounds, from 1,000 on by chance and 3,000 surely, would end a
+burst of calls as CANCELLED, as if their clients had left; what is looked at is refused with a reason and a hint."""
+MOST_BESIDE_PROMPT = 4 << 20
+"""Bytes of a message beside the text of its prompt: keys, schemas, token ids."""
 _CLOSING_SECONDS = 0.5
 """For what is no Generate call, health watchers for instance, after the last stream has finished."""
 
@@ -76,7 +83,8 @@ class Frontend:
         tokenizer = GrammarTokenizer(*tokens, model.vocabulary_size, model.eos_token_ids)
         self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
-        self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link, self._tracing)
+        parts = self._prompts, self._grammars, self.link, self._tracing
+        self.service = GenerationService(model, defaults, *parts, fair_by=config.fair_by)
         thinks = self._prompts.thoughts.end is not None
         self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health, thinks=thinks)
         self._credentials = server_credentials(config)
@@ -89,10 +97,19 @@ class Frontend:
 
     def _make_server(self) -> aio.Server:
         age = round(self._config.max_connection_age * 1000)
-        options = [("grpc.max_connection_age_ms", age), ("grpc.max_receive_message_length", MAX_REQUEST_BYTES)]
+        options = [
+            ("grpc.max_connection_age_ms", age),
+            ("grpc.max_allowed_incoming_connections", self._config.max_connections or _files_for_connections()),
+            ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+            # Its length is known before a message is read: one that is too long costs nothing.
+            ("grpc.max_receive_message_length", self._config.max_prompt_bytes + MOST_BESIDE_PROMPT),
+        ]
         tokens = self._config.token_file
         interceptors = [] if tokens is None else [Authentication(Tokens(tokens), OPERATORS_ONLY)]
-        server = make_server(share_port=True, interceptors=interceptors, options=options)
+        read_timeout = self._config.read_timeout
+        server = make_server(share_port=True, interceptors=interceptors, options=options, read_timeout=read_timeout)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.service, server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
         peer_pb2_grpc.add_PeerServiceServicer_to_server(self._peers, server)
@@ -144,6 +161,13 @@ class Frontend:
         await asyncio.to_thread(self._tracing.close)
         self._prompts.close()
         self._grammars.close()
+
+
+def _files_for_connections() -> int:
+    files = raise_file_limit()
+    if files <= OWN_FILES:
+        raise StartupError(f"only {files} open files are allowed (ulimit -Hn): {OWN_FILES + 1} and more are needed")
+    return files - OWN_FILES
 
 
 async def serve(config: FrontendConfig) -> None:

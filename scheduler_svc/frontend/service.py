@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from scheduler_svc.frontend.bounds import checked_ids
+from scheduler_svc.frontend.clients import client_of
 from scheduler_svc.frontend.constraint import Constraint, MinTokens
 from scheduler_svc.frontend.core_link import CoreLink
 from scheduler_svc.frontend.generation import Generation, skips_special_tokens
@@ -42,14 +43,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         grammars: GrammarCompiler,
         link: CoreLink,
         tracing: Tracing,
+        fair_by: str | None = None,
     ) -> None:
-        """`defaults` answer where a request is silent about sampling."""
+        """`defaults` answer where a request is silent about sampling; `fair_by` tells clients apart, see clients."""
         self._model = model
         self._defaults = defaults
         self._prompts = prompts
         self._grammars = grammars
         self._link = link
         self._tracing = tracing
+        self._fair_by = fair_by
         self.counts = RequestCounts()
         self._draining = False
         self._idle = asyncio.Event()
@@ -70,7 +73,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self.live += 1
         self._idle.clear()
         try:
-            generation = await self._start(request, request_id, record)
+            generation = await self._start(request, request_id, record, client_of(context, self._fair_by))
             try:
                 await context.send_initial_metadata(((REQUEST_ID, request_id.encode()),))
                 while (response := await generation.next()) is not None:
@@ -93,7 +96,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if self._draining:
             raise Unavailable("this server shuts down; try another")
 
-    async def _start(self, request: pb.GenerateRequest, request_id: str, record: Record) -> Generation:
+    async def _start(self, request: pb.GenerateRequest, request_id: str, record: Record, client: str) -> Generation:
         model = await self._link.ready()
         check_request(request, model)
         request.cache_salt = caller.get().scoped(request.cache_salt)
@@ -101,6 +104,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
         bad_words = await self._prompts.encode_words(request.sampling.bad_words)
         samples = submissions(request, record.request_id, seed, prompt, bad_words, model, self._defaults)
+        for submission in samples:
+            submission.client = client
         constraints = await self._constraints(request, prompt, samples, model) if samples[0].constrained else ()
         first = pb.GenerateResponse(request_id=request_id, seed=seed)
         if request.output.echo and not request.output_token_ids.ids:

@@ -6,6 +6,7 @@ killed has no line, and is computed by the next run.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shared.errors import QueueFull, StartupError, TandemError, Unavailable
+from shared.errors import StartupError, TandemError, Unavailable
 from shared.security import PLAIN, ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.batch.answers import error_of, response_of
@@ -79,7 +80,9 @@ class _Batch:
     async def run(self) -> None:
         """Returns when the journal has every line."""
         endpoints = self._endpoint.split(",")
-        async with AsyncClient(endpoints, security=self._security, resume_timeout=PATIENCE_S) as client:
+        async with AsyncClient(
+            endpoints, security=self._security, resume_timeout=PATIENCE_S, queue_timeout=math.inf
+        ) as client:
             self._model_name = (await client.model_info()).model_name
             left = (request for request in requests(self._source) if request.custom_id not in self._journal.done)
             with self._progress() as show:
@@ -133,12 +136,10 @@ class _Batch:
         return response_of(request, self._model_name, completions)
 
     async def _complete(self, client: AsyncClient, prompt: Any, options: dict[str, Any]) -> Completion:
-        """Waits for room in the queue, and for a service that is away: raises Unavailable only if it stays away."""
+        """Waits for a service that is away: raises Unavailable only if it stays away."""
         while True:
             try:
                 return await client.complete(prompt, **options)
-            except QueueFull as error:
-                await asyncio.sleep(max(error.retry_after_ms / 1e3, RETRY_S))
             except Unavailable:
                 if time.monotonic() - self._succeeded > PATIENCE_S:
                     raise

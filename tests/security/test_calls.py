@@ -22,7 +22,7 @@ from shared.pb import generation_pb2_grpc
 from shared.ports import find_free
 from shared.rpc import until_serving
 from shared.security import PLAIN, ClientSecurity
-from tandem import AsyncClient, Client, InvalidRequest, Unauthenticated, Unavailable
+from tandem import AsyncClient, Client, InvalidRequest, LimitExceeded, Unauthenticated, Unavailable
 from tests.frontend.conftest import model, tokenizer
 from tests.frontend.fake_core import length
 from tests.frontend.harness import Served, run, serving
@@ -248,9 +248,9 @@ def test_the_vllm_protocol_keeps_tenants_apart_too(model: Path, tmp_path: Path, 
 def test_a_message_that_is_too_large_is_the_callers_mistake(model: Path) -> None:
     async def scenario(endpoint: str, served: Served) -> None:
         async with AsyncClient(endpoint, 1) as asking:
-            with pytest.raises(InvalidRequest, match="too large for one message"):
-                await asking.tokenize("a" * (17 << 20))
+            with pytest.raises(LimitExceeded, match="larger than max"):
+                await asking.tokenize("a" * (9 << 20))
             with pytest.raises(InvalidRequest, match="text: "):
-                await asking.tokenize("a" * (10 << 20))
+                await asking.tokenize("a" * (5 << 20))
 
     served_with(model, scenario)
