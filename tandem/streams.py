@@ -13,7 +13,7 @@ from typing import Any, Generic, Self
 
 import grpc
 
-from shared.errors import Aborted
+from shared.errors import Aborted, Standby, Unavailable
 from shared.pb import generation_pb2 as pb
 from shared.rpc import REQUEST_ID
 from tandem.connections import C, Connections, error_of
@@ -65,9 +65,10 @@ class _Stream(Generic[C]):
             raise Aborted(CLOSED)
         if any(key == REQUEST_ID for key, _ in error.initial_metadata() or ()):
             self._patience.accepted()
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
+        reason = error_of(error)
+        if isinstance(reason, Unavailable) and not isinstance(reason, Standby):
             self._connections.failed(self._stub)
-        return self._patience.pause_after(error_of(error), time.monotonic(), random.random())
+        return self._patience.pause_after(reason, time.monotonic(), random.random())
 
     def _cancel(self) -> None:
         for call in self._calls:
