@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler_svc.resolve import check_targets
 from shared.errors import StartupError
+from shared.resolve import check_targets
 from shared.security import ClientSecurity, File, ServerSecurity, check_server
 from shared.settings import check_bounds
 from shared.types import DEPTH_LIMIT

@@ -19,12 +19,12 @@ from scheduler_svc.leadership import Leadership
 from scheduler_svc.monitor import Monitor
 from scheduler_svc.peers import claim_to_pb
 from scheduler_svc.queue_clock import QueueClock
-from scheduler_svc.resolve import is_name
 from scheduler_svc.worker_client import Misfit
 from scheduler_svc.worker_groups import WorkerGroups
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
+from shared.resolve import is_name
 from shared.types import StepPlan, StepResult, WorkerDescription
 
 STATE_INTERVAL_S = 0.5

@@ -12,9 +12,9 @@ from grpc import aio
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.election import Claim, Election
-from scheduler_svc.resolve import follow, is_name, named
 from shared.dialer import Dialer
 from shared.pb import peer_pb2, peer_pb2_grpc
+from shared.resolve import follow, is_name, named
 
 REDIAL_S = 0.2
 

@@ -11,9 +11,9 @@ from functools import partial
 import structlog
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.resolve import follow, is_name, named
 from scheduler_svc.worker_client import WorkerLink, WorkerListener
 from shared.dialer import Dialer
+from shared.resolve import follow, is_name, named
 
 _log = structlog.get_logger(__name__)
 

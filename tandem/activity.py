@@ -33,6 +33,9 @@ class Activity(Protocol):
     def is_active(self) -> bool:
         """Whether its server serves requests, by its last word."""
 
+    def drop(self) -> None:
+        """Nobody asks any more."""
+
 
 Follow = Callable[[Dialer, str], Activity]
 """Begins to follow an endpoint."""
@@ -59,6 +62,10 @@ class ThreadActivity:
                 return
             time.sleep(PAUSE_S)
 
+    def drop(self) -> None:
+        """Ends the thread."""
+        self.channel.close()
+
 
 class AsyncActivity:
     """For asyncio: gRPC itself follows, and is asked."""
@@ -71,3 +78,6 @@ class AsyncActivity:
     def is_active(self) -> bool:
         """Whether its server serves requests, by its last word."""
         return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+    def drop(self) -> None:
+        """The channel closes with its last reference."""

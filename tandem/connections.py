@@ -5,19 +5,22 @@ requests.
 """
 
 import itertools
+import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-import grpc
-
 from shared.dialer import Dialer
-from shared.errors import Standby, TandemError
+from shared.errors import Standby, TandemError, Unavailable
 from shared.pb import generation_pb2_grpc as rpc
+from shared.resolve import is_name, named
 from shared.rpc import ACTIVE_ENDPOINT, RETRY_AFTER, error_from_status
+from shared.security import ClientSecurity
 from shared.tls import explained
 from tandem.activity import Activity, Follow
+from tandem.address_book import AddressBook
 
 DOUBT_S = 2.0
 """How long an endpoint that has failed is not preferred, whatever is known of it: a stopped server says nothing new."""
@@ -27,10 +30,27 @@ Stub = Any
 """A GenerationServiceStub: its methods are those of gRPC's synchronous or asynchronous interface. Holds its channel."""
 
 
+class _Endpoint:
+    """One address: its stubs, used in turn, and what is known of its server."""
+
+    def __init__(self, target: str, activity: Activity | None) -> None:
+        self.target = target
+        self.activity = activity
+        self.failed_at = -math.inf
+        self.stubs: Iterator[Stub] = iter(())
+
+    @property
+    def is_preferred(self) -> bool:
+        """Its server says that it is active, and has not failed lately."""
+        doubted = time.monotonic() - self.failed_at < DOUBT_S
+        return not doubted and self.activity is not None and self.activity.is_active
+
+
 class Connections(Generic[C]):
     """Channels of type C to every endpoint, used in turn. Safe to share between threads.
 
     When the dialer's files change, all channels are made anew; an old one lives until the last stream on it has ended.
+    So does one to an address that its name has no more.
     """
 
     def __init__(
@@ -42,49 +62,59 @@ class Connections(Generic[C]):
         follow: Follow,
     ) -> None:
         """`connect` is the dialer's way to make a channel. ValueError where there is no endpoint or no connection."""
-        self._targets = [endpoints] if isinstance(endpoints, str) else list(endpoints)
-        if not self._targets or per_endpoint < 1:
+        given = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+        if not given or per_endpoint < 1:
             raise ValueError("at least one endpoint and one connection to it are needed")
+        self._book = AddressBook(given)
+        self._follows_all = len(given) > 1 or self._book.has_names
         self._per_endpoint = per_endpoint
         self._dialer = dialer
         self._connect = connect
         self._follow = follow
         self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._firsts = itertools.cycle(range(len(self._targets)))
+        self._firsts = itertools.count()
         self._credentials = dialer.credentials
-        self._activities: list[Activity] = []
-        self._turns: list[Iterator[Stub]] = []
-        self._failed_at: dict[int, float] = {}
-        """When an endpoint has last failed."""
-        self._dial()
+        self._lock = threading.Lock()
+        self._endpoints = [self._dial(target) for target in self._book.addresses]
 
-    def _dial(self) -> None:
-        numbers = range(len(self._targets))
-        self._turns = [itertools.cycle([self._stub(number) for _ in range(self._per_endpoint)]) for number in numbers]
-        if len(self._targets) > 1:
-            self._activities = [self._follow(self._dialer, target) for target in self._targets]
-            self._channels.update(activity.channel for activity in self._activities)
+    def _dial(self, target: str) -> _Endpoint:
+        endpoint = _Endpoint(target, self._follow(self._dialer, target) if self._follows_all else None)
+        if endpoint.activity is not None:
+            self._channels.add(endpoint.activity.channel)
+        endpoint.stubs = itertools.cycle([self._stub(endpoint) for _ in range(self._per_endpoint)])
+        return endpoint
 
-    def _stub(self, endpoint: int) -> Stub:
-        channel: Any = self._connect(self._targets[endpoint])
+    def _stub(self, endpoint: _Endpoint) -> Stub:
+        channel: Any = self._connect(endpoint.target)
         self._channels.add(channel)
         stub: Stub = rpc.GenerationServiceStub(channel)
         stub.channel, stub.endpoint = channel, endpoint
         return stub
 
-    def failed(self, stub: Stub) -> None:
-        """A call of the stub has found its server unavailable."""
-        self._failed_at[stub.endpoint] = time.monotonic()
+    def _now(self) -> list[_Endpoint]:
+        """All of them, dialled anew as far as they or the credentials have changed."""
+        credentials, addresses = self._dialer.credentials, self._book.addresses
+        with self._lock:
+            kept = {one.target: one for one in self._endpoints} if credentials is self._credentials else {}
+            if kept.keys() != set(addresses):
+                gone = [one for one in self._endpoints if kept.get(one.target) is None or one.target not in addresses]
+                self._credentials = credentials
+                self._endpoints = [kept.get(target) or self._dial(target) for target in addresses]
+                for endpoint in gone:
+                    if endpoint.activity is not None:
+                        endpoint.activity.drop()
+            return self._endpoints
 
-    def _is_preferred(self, endpoint: int) -> bool:
-        if not self._activities or time.monotonic() - self._failed_at.get(endpoint, -DOUBT_S) < DOUBT_S:
-            return False
-        return self._activities[endpoint].is_active
+    def failed(self, stub: Stub, error: TandemError) -> None:
+        """A call of the stub has ended so. A standby is none that fails."""
+        if isinstance(error, Unavailable) and not isinstance(error, Standby):
+            stub.endpoint.failed_at = time.monotonic()
+            self._book.look_again()
 
     @property
     def endpoints(self) -> int:
         """How many there are."""
-        return len(self._targets)
+        return len(self._endpoints)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -101,22 +131,23 @@ class Connections(Generic[C]):
         some say that they are active, only those."""
         first = next(self._firsts)
         for turn in itertools.count(first):
-            yield self._next(self._order(turn)[0])
+            yield next(self._order(turn)[0].stubs)
 
     def each(self) -> Iterator[Stub]:
         """One stub of every endpoint, the active ones first."""
-        return map(self._next, self._order(next(self._firsts)))
+        return (next(endpoint.stubs) for endpoint in self._order(next(self._firsts)))
 
-    def _order(self, turn: int) -> list[int]:
+    def _order(self, turn: int) -> list[_Endpoint]:
         """All endpoints, in turn, the active ones first."""
-        order = [(turn + step) % self.endpoints for step in range(self.endpoints)]
-        return sorted(order, key=self._is_preferred, reverse=True)
+        endpoints = self._now()
+        first = turn % len(endpoints)
+        return sorted(endpoints[first:] + endpoints[:first], key=lambda one: one.is_preferred, reverse=True)
 
-    def _next(self, endpoint: int) -> Stub:
-        if (credentials := self._dialer.credentials) is not self._credentials:
-            self._credentials = credentials
-            self._dial()
-        return next(self._turns[endpoint])
+
+def for_names(security: ClientSecurity, endpoints: str | Sequence[str]) -> ClientSecurity:
+    """Certificates are for the name that was given, not for its addresses; of several names, for the first one."""
+    given = [endpoints] if isinstance(endpoints, str) else endpoints
+    return named(security, next(filter(is_name, given), ""))
 
 
 def error_of(error: Any) -> TandemError:
@@ -141,11 +172,11 @@ class Asking:
         self._answer = answer
         return self._good_enough(answer)
 
-    def failed(self, error: Any) -> None:
+    def failed(self, error: TandemError) -> None:
         """Raises what no other endpoint would judge differently."""
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:
-            raise error_of(error) from None
-        self._unavailable = error_of(error)
+        if not isinstance(error, Unavailable):
+            raise error from None
+        self._unavailable = error
 
     def answer(self) -> Any:
         """The last one. Raises Unavailable where there was none."""

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self
 
 import grpc
 
-from shared.errors import Aborted, Standby, Unavailable
+from shared.errors import Aborted
 from shared.pb import generation_pb2 as pb
 from shared.rpc import REQUEST_ID
 from tandem.connections import C, Connections, error_of
@@ -66,8 +66,7 @@ class _Stream(Generic[C]):
         if any(key == REQUEST_ID for key, _ in error.initial_metadata() or ()):
             self._patience.accepted()
         reason = error_of(error)
-        if isinstance(reason, Unavailable) and not isinstance(reason, Standby):
-            self._connections.failed(self._stub)
+        self._connections.failed(self._stub, reason)
         return self._patience.pause_after(reason, time.monotonic(), random.random())
 
     def _cancel(self) -> None:

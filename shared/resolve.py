@@ -1,6 +1,6 @@
-"""From --workers and --peers to addresses: host:port as it stands, dns:///name:port as one for each record of the name.
+"""From endpoints to addresses: host:port as it stands, dns:///name:port as one for each record of the name.
 
-So each pod behind a headless Service of Kubernetes is a worker group of its own. Knows nothing of links.
+So each pod behind a headless Service of Kubernetes is a worker group of its own. Knows nothing of connections.
 """
 
 import asyncio
@@ -46,16 +46,21 @@ def named(security: ClientSecurity, target: str) -> ClientSecurity:
     return replace(security, tls_server_name=host_of(target))
 
 
-async def resolve(target: str) -> list[str]:
+def resolve_now(target: str) -> list[str]:
     """The addresses of a name, as host:port. Raises OSError where it has none, or nobody tells.
 
     Of one family: a pod that has an address of each would be two groups.
     """
     port = target.rpartition(":")[2]
-    found = await asyncio.to_thread(socket.getaddrinfo, host_of(target), int(port), type=socket.SOCK_STREAM)
+    found = socket.getaddrinfo(host_of(target), int(port), type=socket.SOCK_STREAM)
     families = {family for family, *_ in found}
     chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return sorted({address(str(where[0]), int(port)) for family, *_, where in found if family == chosen})
+
+
+async def resolve(target: str) -> list[str]:
+    """The same, in a thread."""
+    return await asyncio.to_thread(resolve_now, target)
 
 
 async def follow(target: str, interval_s: float, found: Callable[[list[str]], None]) -> None:
