@@ -37,11 +37,11 @@ class Client:
     """A server's services, for threads. Safe to share between them; close it, or use it as a context manager.
 
     A server, or each of several that serve the same model: `endpoint` is host:port, dns:///name:port (all its
-    addresses), another gRPC target, or a list of them; those that are active are used in turn. `connections` go to each; one connection reaches one frontend process. `security`: TLS, and
-    the token to show. A stream that loses its server goes on with the next, for `resume_timeout` seconds without
-    progress; 0: never. One that finds the queue full tries again when the server says, for `queue_timeout` seconds.
-    `timeout`, seconds, is for each call but generate() and complete(), which have
-    their own; its end raises DeadlineExceeded.
+    addresses), another gRPC target, or a list of them; those that are active are used in turn. `connections` go to
+    each; one connection reaches one frontend process. `security`: TLS, and the token to show. A stream that loses its
+    server goes on with the next, for `resume_timeout` seconds without progress; 0: never. One that finds the queue
+    full tries again when the server says, for `queue_timeout` seconds. `timeout`, seconds, is for each call but
+    generate() and complete(), which have their own; its end raises DeadlineExceeded.
     """
 
     def __init__(
