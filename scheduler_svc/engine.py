@@ -99,6 +99,11 @@ class Engine:
         """Tokens of a K/V block; 0 before the first worker."""
         return self._core.config.block_size if self._core is not None else 0
 
+    @property
+    def is_leading(self) -> bool:
+        """Whether it dials the workers; a standby does not."""
+        return self._leadership.election.dials
+
     def check_invariants(self) -> None:
         """Asserts that the core's state is consistent. O(everything)."""
         self._running_core.check_invariants()
