@@ -31,16 +31,16 @@ class Peers:
         self._found = {target: [target] for target in config.peers if not is_name(target)}
         """Addresses by target, as last resolved."""
         self._listeners: dict[str, asyncio.Task[None]] = {}
+        self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """For ever."""
+        """As long as there is somebody to listen to. Raises what `heard` raises."""
         names = [target for target in self._config.peers if is_name(target)]
-        if not names:
-            self._adjust()
-        interval_s = self._config.resolve_interval
-        async with asyncio.TaskGroup() as group:
+        async with self._tasks:
             for name in names:
-                group.create_task(follow(name, interval_s, partial(self._resolved, name)))
+                self._tasks.create_task(follow(name, self._config.resolve_interval, partial(self._resolved, name)))
+            if not names:
+                self._adjust()
 
     def _resolved(self, name: str, addresses: list[str]) -> None:
         self._found[name] = addresses
@@ -52,7 +52,7 @@ class Peers:
         for address in self._listeners.keys() - wanted.keys():
             self._listeners.pop(address).cancel()
         for address in wanted.keys() - self._listeners.keys():
-            self._listeners[address] = asyncio.create_task(self._listen(address, wanted[address]))
+            self._listeners[address] = self._tasks.create_task(self._listen(address, wanted[address]))
         self._heard()
 
     async def _listen(self, address: str, dialer: Dialer) -> None:

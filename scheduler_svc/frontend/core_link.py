@@ -285,6 +285,8 @@ class CoreLink:
             self._model = state.model
         if self._model.vocabulary_size or state.standby:
             self._ready.set()
+        else:
+            self._ready.clear()
 
     def repeat(self) -> None:
         """Who waits for news is told the state again."""

@@ -391,7 +391,7 @@ def random_world(seed: int, nodes: int) -> None:
 
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_random_worlds_end_with_one_leader(nodes: int) -> None:
-    for seed in range(120):
+    for seed in range(60):
         random_world(seed, nodes)
 
 

@@ -23,6 +23,10 @@ async def told(served: Served, state: core_pb2.CoreState) -> None:
     await until(lambda: served.frontend.link.state == state)
 
 
+async def model_info(served: Served) -> pb.GetModelInfoResponse:
+    return await served.stub.GetModelInfo(pb.GetModelInfoRequest())
+
+
 async def refused(call: Any) -> aio.AioRpcError:
     with pytest.raises(aio.AioRpcError) as refusal:
         await call
@@ -34,8 +38,8 @@ def test_a_standby_says_at_once_who_serves(model: Path) -> None:
 
     async def scenario() -> None:
         async with serving(model) as served:
+            served.frontend.link._model = core_pb2.ServedModel()
             await told(served, core_pb2.CoreState())
-            served.frontend.link._ready.clear()
             waiting = asyncio.create_task(refused(served.stub.GetModelInfo(pb.GetModelInfoRequest())))
             await told(served, STANDS_BY)
             refusals = [await waiting, await refused(served.stub.GetLoad(pb.GetLoadRequest()))]
@@ -44,8 +48,10 @@ def test_a_standby_says_at_once_who_serves(model: Path) -> None:
                 assert refusal.code() is StatusCode.UNAVAILABLE
                 assert dict(refusal.trailing_metadata() or ())[ACTIVE_ENDPOINT] == "other:1"
                 assert "other:1" in (refusal.details() or "")
+            await told(served, core_pb2.CoreState())
+            taking_over = asyncio.ensure_future(model_info(served))
             await told(served, ready_state())
-            assert (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).vocabulary_size == 512
+            assert (await taking_over).vocabulary_size == 512
 
     run(scenario())
 
