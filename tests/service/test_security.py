@@ -286,7 +286,7 @@ def test_processes_tell_nothing_of_secrets_and_let_no_other_user_in(secured: Sec
     for secret in (*secured.tokens.values(), *keys, "Xyzzy", "plugh", "Once upon", answer, repr(answer)[1:-1]):
         assert secret not in seen
     assert '"request"' in seen and "tandem_" in seen, "requests are logged and counted"
-    private = list(secured.folder.glob("tandem-*/core.sock"))
+    private = list(secured.folder.glob(".tandem-*/core.sock"))
     assert private
     for socket in private:
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
