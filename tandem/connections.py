@@ -58,7 +58,9 @@ def _stub(channel: Any) -> Stub:
 def error_of(error: Any) -> TandemError:
     """The server's error; also what gRPC itself reports, as the kind that has its status code."""
     trailers = dict(error.trailing_metadata() or ())
-    return error_from_status(error.code().value[0], error.details() or "", int(trailers.get(RETRY_AFTER, 0)))
+    retry_after = str(trailers.get(RETRY_AFTER, ""))  # gRPC itself reads it: negative or none of a number means never
+    retry_after_ms = int(retry_after) if retry_after.isdecimal() and len(retry_after) < 10 else 0
+    return error_from_status(error.code().value[0], error.details() or "", retry_after_ms)
 
 
 class Asking:
