@@ -10,7 +10,7 @@ INSTALL := install --quiet --no-compile
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types stubs protos core unit service fuzz clean
+.PHONY: demo test lint types stubs protos core unit service fuzz audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
@@ -69,5 +69,11 @@ SECONDS ?= 60
 fuzz: $(VENV)/.develops
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
+# Known vulnerabilities of what is installed. Asks PyPI, so it is no part of `make test`; fails where it can't ask.
+audit: $(VENV)/.develops
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/pip install --quiet pip-audit
+	$(VENV)-audit/bin/pip-audit --strict --skip-editable --path $(VENV)/lib/python3.*/site-packages
+
 clean:
-	rm -rf $(VENV) $(VENV)-scheduler *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

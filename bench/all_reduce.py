@@ -1,12 +1,11 @@
 """All-reduce between GPUs, in CUDA graphs: `python -m bench.all_reduce [--json FILE]`.
 
-The worker's own way for few values beside torch's symmetric memory and NCCL. Every rank is a process of its own.
+The worker's own way beside torch's symmetric memory and NCCL. Every rank is a process of its own.
 """
 
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
-from shared.process import die_with_parent, kill, spawn
-from worker_svc.launcher import rank_environment
+from bench.ranks import run_ranks
+from shared.process import die_with_parent
 from worker_svc.parallel import TensorParallel, join
 
 WIDTH = 4096  # of a row, bfloat16: Qwen3-8B's
@@ -38,6 +37,7 @@ class Point:
     rows: int
     bytes: int
     own_us: float | None
+    own_with_norm_us: float | None
     one_shot_us: float
     two_shot_us: float
     nccl_us: float
@@ -49,14 +49,7 @@ def main(
 ) -> None:
     """Prints a table."""
     with TemporaryDirectory() as scratch:
-        started = [
-            spawn("bench.all_reduce", [str(rank), str(ranks), scratch], rank_environment()) for rank in range(ranks)
-        ]
-        while any(rank.poll() is None for rank in started) and not any(rank.poll() for rank in started):
-            time.sleep(0.1)
-        kill(started)
-        if any(rank.returncode for rank in started):
-            sys.exit("a rank failed: see its message above")
+        run_ranks("bench.all_reduce", ranks, [str(ranks), scratch])
         points = [Point(**values) for values in json.loads((Path(scratch) / "points").read_text(encoding="utf-8"))]
     table = Table(title=f"all-reduce over {ranks} GPUs, bfloat16, microseconds")
     for name in Point.__dataclass_fields__:
@@ -87,10 +80,16 @@ def _point(group: TensorParallel, shared: Tensor, rows: int) -> Point:
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     values, mapped = torch.randn(rows, WIDTH, device=shared.device).bfloat16(), shared[: rows * WIDTH]
+    peers, weight = group.peers, torch.ones(WIDTH, device=shared.device).bfloat16()
+    own = own_with_norm = None
+    if peers is not None and peers.can_add(values):
+        own = _time(lambda: peers.all_reduce(values))
+        own_with_norm = _time(lambda: peers.all_reduce_norm(values, weight, 1e-6))
     return Point(
         rows=rows,
         bytes=values.nbytes,
-        own_us=_time(lambda: group.all_reduce(values)) if group.peers and group.peers.can_add(values) else None,
+        own_us=own,
+        own_with_norm_us=own_with_norm,
         one_shot_us=_time(lambda: torch.ops.symm_mem.one_shot_all_reduce(mapped, "sum", name)),
         two_shot_us=_time(lambda: torch.ops.symm_mem.two_shot_all_reduce_(mapped, "sum", name)),
         nccl_us=_time(lambda: dist.all_reduce(values)),

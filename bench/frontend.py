@@ -74,9 +74,9 @@ async def measure(streams: int, frontends: int, clients: int, rate: float, secon
         model = model_folder("tiny")
         source = TokenSource(WORD)
         listening = await source.serve(folder / "core")
-        configs = [FrontendConfig(model, folder / "core", own_port=find_free("127.0.0.1")) for _ in range(frontends)]
+        configs = [FrontendConfig(model, folder / "core", port=find_free("127.0.0.1")) for _ in range(frontends)]
         servers = [spawn("scheduler_svc.frontend.main", ["--config", to_json(c)], _QUIET) for c in configs]
-        endpoints = [f"127.0.0.1:{config.own_port}" for config in configs]
+        endpoints = [f"127.0.0.1:{config.port}" for config in configs]
         for endpoint in endpoints:
             await until_serving(endpoint, "readiness")
         shares = [streams // clients + (number < streams % clients) for number in range(clients)]

@@ -57,9 +57,9 @@ def main(
 def _measure(endpoint: str, batch: int, tokens: int) -> tuple[float, _Times]:
     """Microseconds of a step, and of each thread's CPU time in it."""
     with TemporaryDirectory() as scratch:
-        output = Path(scratch) / "streams.npz"
-        start = time.time() + _START_S
-        process = start_client(endpoint, start, output, random_items(batch, 16, tokens), batch)
+        output, start_file, start = Path(scratch) / "streams.npz", Path(scratch) / "start", time.time() + _START_S
+        start_file.write_text(str(start), encoding="utf-8")
+        process = start_client(endpoint, start_file, output, random_items(batch, 16, tokens), batch)
         time.sleep(start + _SETTLE_S - time.time())
         began, before = time.time(), _cpu_times()
         ended, after = began, before

@@ -1,6 +1,6 @@
 """The worker's kernels on one GPU: `python -m bench.kernels [--json FILE]`.
 
-Each kernel alone at the shapes of decode steps of Qwen3-0.6B, 8B and 30B-A3B, replayed as a CUDA graph of many calls
+Each kernel alone at the shapes of decode steps of Qwen3 models, replayed as a CUDA graph of many calls
 over rotating inputs; beside it the share of the ceilings that the same run measures, of copies and bfloat16 products.
 """
 
@@ -32,7 +32,7 @@ from worker_svc.kernels.prepare import SlotState, TokenInputs, append_tokens, pr
 from worker_svc.kernels.rope import QKNorm, rotate_and_store
 from worker_svc.kernels.top_k import top_candidates
 from worker_svc.layers.ops import Norm
-from worker_svc.layers.triton_ops import TritonOps
+from worker_svc.layers.triton_ops import TritonOps, prefer_cublaslt
 
 NOT_MEASURED = (
     "Not measured: the LM head, collectives, launches from Python, how kernels overlap with those "
@@ -86,6 +86,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="write the points here")] = None,
 ) -> None:
     """Prints a table."""
+    prefer_cublaslt()
     ceilings = {"copy_tb_per_s": copy_ceiling(), "matmul_tflop_per_s": matmul_ceiling()}
     cases = [
         case
@@ -173,7 +174,7 @@ def _norm(shape: Shape, batch: int) -> Case:
 
 
 def _products(shape: Shape, batch: int) -> Iterator[Case]:
-    """A layer's products with what stands around them, as layers call them: of few rows own kernels, else cuBLAS."""
+    """A layer's products with what stands around them, as layers call them: of few rows own kernels, else cuBLASLt."""
     heads = shape.num_heads * shape.head_dim
     qkv = heads + 2 * shape.num_kv_heads * shape.head_dim
     hidden, intermediate = shape.hidden_size, shape.intermediate_size

@@ -39,6 +39,7 @@ from worker_svc.parallel import TensorParallel
 from worker_svc.progress import Progress
 from worker_svc.runner.build import build_runner, choose_device
 from worker_svc.runner.group import GroupRunner
+from worker_svc.runner.runner import Runner
 
 NOT_MEASURED = "Not measured: gRPC, frontends, tokenizing. Random weights in the shape that is named."
 DEPTH = 3
@@ -80,11 +81,10 @@ class CpuTime:
 class Engine:
     """Core and worker, joined by function calls."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        model = load_model_config(config.folder)
-        runner = build_runner(config, model, TensorParallel(), choose_device(config, 0))
+    def __init__(self, runner: Runner, group: TensorParallel) -> None:
+        """Of the first rank; the others follow it."""
         self.attention = runner.attention
-        self._group = GroupRunner(runner, TensorParallel(), Progress(np.zeros((1, 3)), 0))
+        self._group = GroupRunner(runner, group, Progress(np.zeros((1, 3)), 0))
         limits = runner.batch.limits
         self.context = limits.max_model_len
         self._core = Scheduler(
@@ -102,6 +102,10 @@ class Engine:
         self._keys = 0
         self.cpu = CpuTime()
         """Of the last run."""
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        self._group.close()
 
     def run(self, items: list[Item]) -> Run:
         """All requests at once, to their ends. Nothing is cached from an earlier run."""
@@ -169,7 +173,8 @@ def main(
             max_model_len=context_of(folder),
         )
         started = time.perf_counter()
-        engine = Engine(config)
+        device = choose_device(config, 0)
+        engine = Engine(build_runner(config, load_model_config(folder), TensorParallel(), device), TensorParallel())
         points = [Point("time to ready", round(time.perf_counter() - started, 1), "s")]
     points += measure(engine, [int(batch) for batch in batches.split(",") if batch], requests)
     _print(model, engine.attention, points)

@@ -1,128 +1,93 @@
-"""Where a decode step's time goes on the GPU: `python -m bench.timeline [--model NAME] [--batch N] [--json FILE]`.
+"""Where a step's time goes on the GPU: `python -m bench.timeline [--model NAME] [--tensor-parallel N] [--json FILE]`.
 
-The period from one step's first kernel to the next one's, the share of it in which the GPU works, and the time of each
-kind of kernel, by torch's profiler. Kernels that start before the one ahead has ended count twice. The CPU time of a
-step's parts is that of a second run without the profiler; core and worker are one process there.
+For each batch size its decode steps, then the steps of 32 long prompts, then with --mixed both kinds of the mixed work:
+the period from one step's first kernel to the next one's, the share of it in which each GPU works, what ranks wait for
+each other, and the time of each kind of kernel. The CPU time of a step's parts is that of other runs without the
+profiler; core and worker are one process there, but for the other ranks.
 """
 
 import json
-from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 
-from bench.offline import Engine
+from bench.gpu_trace import DECODE, MIXED, StepTime, Trace, load_trace, step_times
+from bench.ranks import run_ranks
+from bench.timeline_rank import PROMPTS, SKIPPED, Work, trace_file
 from bench.work import CONTEXT, MODEL_HELP, SEQUENCES, bench_model
-from tandem.bench.work import random_items
+from bench.work import MIXED as MIXED_WORK
+from shared.settings import to_json
 from worker_svc.config import WorkerConfig
-
-_FIRST_KERNEL = "_decode_kernel"  # of every decode step: kernels.prepare
-_SKIPPED = 8  # steps after the prompts
-_CPU_STEPS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One kind of kernel or copy in a step."""
-
-    name: str
-    calls: float
-    us: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """One step of a batch, averages."""
-
-    batch: int
-    period_us: float
-    busy_share: float
-    between_us: float
-    """From the end of a step's last kernel to the first of the next, those that send changes included."""
-    kernels: list[Kernel]
-    cpu_us: dict[str, float]
-    """Thread time of each part of a step, prompts included."""
 
 
 def main(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen3-0.6b",
     batches: Annotated[str, typer.Option(help="batch sizes")] = "8,256",
+    prompt: Annotated[int, typer.Option(help="tokens of a sequence before its decode steps")] = 128,
     steps: Annotated[int, typer.Option(help="decode steps that are profiled")] = 32,
+    mixed: Annotated[bool, typer.Option(help="the mixed work too")] = False,
+    tensor_parallel: Annotated[int, typer.Option(help="as of tandem worker")] = 1,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="as of tandem worker")] = None,
     most: Annotated[int, typer.Option(help="kernels shown")] = 14,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the timelines here")] = None,
 ) -> None:
-    """Prints a table for each batch size."""
-    with bench_model(model) as (folder, load_format):
-        engine = Engine(
-            WorkerConfig(
-                str(folder),
-                load_format=load_format,
-                max_num_seqs=SEQUENCES,
-                max_model_len=CONTEXT,
-            )
+    """Prints a table for each kind of step."""
+    work = Work(tuple(int(batch) for batch in batches.split(",") if batch), prompt, steps, mixed)
+    with bench_model(model) as (folder, load_format), TemporaryDirectory() as scratch:
+        config = WorkerConfig(
+            str(folder),
+            load_format=load_format,
+            tensor_parallel=tensor_parallel,
+            max_num_seqs=SEQUENCES,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=CONTEXT,
         )
-    timelines = [measure(engine, int(batch), steps) for batch in batches.split(",")]
-    for timeline in timelines:
-        _print(timeline, most)
+        run_ranks("bench.timeline_rank", tensor_parallel, [to_json(config), to_json(work), scratch])
+        timelines: dict[str, StepTime] = {}
+        for name in work.names:
+            files = [trace_file(Path(scratch), rank, name) for rank in range(tensor_parallel)]
+            timelines.update(_timelines(name, [load_trace(file) for file in files], steps))
+        runs = json.loads((Path(scratch) / "runs").read_text(encoding="utf-8"))
+    for what, timeline in timelines.items():
+        _print(what, timeline, most)
+    for name, run in runs.items():
+        parts = ", ".join(f"{part} {us:,}" for part, us in run["cpu_us"].items())
+        print(f"{name}, without the profiler: {run['steps']:,} steps in {run['seconds']} s; CPU us a step: {parts}")
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(timeline) for timeline in timelines], indent=2), encoding="utf-8")
+        json_file.write_text(
+            json.dumps({"steps": {what: asdict(time) for what, time in timelines.items()}, "runs": runs}, indent=2)
+        )
 
 
-def measure(engine: Engine, batch: int, steps: int) -> Timeline:
-    """Profiles `batch` sequences from their prompts on."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        engine.run(random_items(batch, 128, steps + _SKIPPED))
-    events: list[Any] = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
-    events.sort(key=lambda event: event.time_range.start)
-    starts = [event.time_range.start for event in events if event.name == _FIRST_KERNEL][_SKIPPED:]
-    inside = [event for event in events if starts[0] <= event.time_range.start < starts[-1]]
-    count, span = len(starts) - 1, starts[-1] - starts[0]
-    calls = Counter(event.name for event in inside)
-    times: Counter[str] = Counter()
-    for event in inside:
-        times[event.name] += event.time_range.end - event.time_range.start
-    between = [_gap_before(events, start) for start in starts[1:]]
-    kernels = [Kernel(name, calls[name] / count, round(us / count, 2)) for name, us in times.most_common()]
-    busy, gap = round(_busy(inside) / span, 4), round(float(np.mean(between)), 1)
-    return Timeline(batch, round(span / count, 1), busy, gap, kernels, _cpu_time(engine, batch))
+def _timelines(name: str, traces: Sequence[Trace], steps: int) -> Iterator[tuple[str, StepTime]]:
+    """The kinds of steps that a work is about."""
+    kinds = {PROMPTS: [(MIXED, 1, None)], MIXED_WORK: [(MIXED, 1, None), (DECODE, 0, None)]}
+    for kind, skipped, most in kinds.get(name, [(DECODE, SKIPPED, steps)]):
+        found = step_times(traces, kind, skipped, most)
+        assert found is not None, "the work has such steps"
+        yield f"{name}, {'prompts' if kind == MIXED else 'decode'}" if name == MIXED_WORK else name, found
 
 
-def _cpu_time(engine: Engine, batch: int) -> dict[str, float]:
-    run = engine.run(random_items(batch, 128, _CPU_STEPS))
-    return {part: round(seconds * 1e6 / run.steps, 1) for part, seconds in engine.cpu.seconds.items()}
-
-
-def _gap_before(events: list[Any], start: float) -> float:
-    """Since the end of the last kernel before, copies and what writes changes left out."""
-    step = [e for e in events if e.time_range.start < start and "_kernel" in e.name and e.name != "_scatter_kernel"]
-    return float(max(start - max(e.time_range.end for e in step[-50:]), 0.0))
-
-
-def _busy(events: list[Any]) -> float:
-    """Time that at least one of the events covers; they are sorted by start."""
-    starts = np.array([event.time_range.start for event in events])
-    ends = np.maximum.accumulate([event.time_range.end for event in events])
-    gaps = starts[1:] - ends[:-1]
-    return float(ends[-1] - starts[0] - gaps[gaps > 0].sum())
-
-
-def _print(timeline: Timeline, most: int) -> None:
-    title = f"batch {timeline.batch}: {timeline.period_us:,} us a step, GPU busy {timeline.busy_share:.1%}, "
-    title += f"{timeline.between_us} us between steps"
+def _print(what: str, timeline: StepTime, most: int) -> None:
+    title = f"{what}: {timeline.period_us:,} us a step ({timeline.steps} steps), {timeline.between_us} us between steps"
     table = Table(title=title)
-    for name in ("kernel", "calls a step", "us a step"):
-        table.add_column(name, justify="left" if name == "kernel" else "right", overflow="ellipsis", no_wrap=True)
-    for kernel in timeline.kernels[:most]:
+    for name in ("kernel of GPU 0", "calls a step", "us a step"):
+        table.add_column(
+            name, justify="left" if name == "kernel of GPU 0" else "right", overflow="ellipsis", no_wrap=True
+        )
+    for kernel in timeline.ranks[0].kernels[:most]:
         table.add_row(kernel.name[:70], f"{kernel.calls:.1f}", f"{kernel.us:,.1f}")
     console = Console(width=110)
     console.print(table)
-    console.print("CPU us a step: " + ", ".join(f"{part} {us:,}" for part, us in timeline.cpu_us.items()))
+    for number, rank in enumerate(timeline.ranks):
+        times = f"collectives {rank.collectives_us:,} us, of that waiting for another rank {rank.waiting_us:,}"
+        console.print(f"GPU {number}: busy {rank.busy_share:.1%}; {times}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
 """What an operator decides about a scheduler."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler_svc.resolve import check_target
 from shared.errors import StartupError
+from shared.security import ClientSecurity, File, ServerSecurity, check_server
 from shared.settings import check_bounds
 from shared.types import DEPTH_LIMIT
 
+METADATA_KEY = re.compile("[0-9a-z_.-]+")
+
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(ServerSecurity):
     """Settings of one scheduler: its frontends and its core. Raises StartupError for a value out of range."""
 
     model: Path
@@ -24,6 +28,15 @@ class SchedulerConfig:
     """Address that clients reach."""
     port: int = 50051
     """Port that clients reach, shared by all frontends."""
+    health_port: int | None = None
+    """Port with nothing but the health service, in plain text, for probes that speak no TLS; None: there is none."""
+    tls_ca: File = None
+    """Authorities (PEM) that workers' certificates are checked with: connections to workers are TLS, and show
+    --tls-cert."""
+    tls_server_name: str | None = None
+    """Name that workers' certificates must be for; None: the one that is dialed."""
+    worker_token_file: File = None
+    """File whose one line is the token to show to workers."""
     frontends: int = 1
     """Frontend processes."""
     max_num_seqs: int | None = None
@@ -32,6 +45,15 @@ class SchedulerConfig:
     """Most tokens in one step; None means what the workers take."""
     max_queue: int = 4096
     """Most waiting sequences; beyond it RESOURCE_EXHAUSTED."""
+    max_queue_tokens: int = 1 << 24
+    """Most tokens of waiting sequences; beyond it RESOURCE_EXHAUSTED, unless nobody waits."""
+    max_queue_time: float | None = None
+    """Seconds that a request may wait for its first step; then it ends RESOURCE_EXHAUSTED. None: no bound."""
+    read_timeout: float = 60.0
+    """Seconds that a client may leave a message of its stream untaken; then the stream ends RESOURCE_EXHAUSTED."""
+    fair_by: str | None = None
+    """Clients take turns, told apart by: peer (their address), token (their authorization metadata) or the metadata
+    key of that name. None: first come, first served."""
     depth: int | None = None
     """Plans of one group without a result, 1 to 4; None picks 2 to 4 from the measured round trip and step time."""
     step_timeout: float = 10.0
@@ -57,14 +79,18 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Every value on its own; what depends on the workers is checked when they are known."""
-        check_bounds(self, ("port", "metrics_port"), 1, 65535)
+        check_bounds(self, ("port", "metrics_port", "health_port"), 1, 65535)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise StartupError(f"--otlp-endpoint {self.otlp_endpoint}: http://host:port or https://host:port is needed")
-        check_bounds(self, ("frontends", "max_num_seqs", "max_num_batched_tokens", "max_queue"), 1)
+        check_bounds(self, ("frontends", "max_num_seqs", "max_num_batched_tokens"), 1)
+        check_bounds(self, ("max_queue", "max_queue_tokens"), 1)
+        check_bounds(self, ("max_queue_time",), 0.1)
         check_bounds(self, ("depth",), 1, DEPTH_LIMIT)
-        check_bounds(self, ("step_timeout",), 1)
+        check_bounds(self, ("step_timeout", "read_timeout"), 1)
         check_bounds(self, ("worker_loss_timeout", "drain_timeout"), 0)
         check_bounds(self, ("grammar_timeout",), 0.1)
+        if self.fair_by is not None and not METADATA_KEY.fullmatch(self.fair_by):
+            raise StartupError(f"--fair-by {self.fair_by}: peer, token or a metadata key, in lower case, is needed")
         if not self.workers:
             raise StartupError("--workers: at least one host:port or dns:///name:port is needed")
         check_bounds(self, ("resolve_interval",), 0.1)
@@ -72,3 +98,19 @@ class SchedulerConfig:
             check_target(endpoint)
             if self.workers.count(endpoint) > 1:
                 raise StartupError(f"--workers {endpoint}: given twice; each worker group has its own")
+        check_server(self)
+
+    @property
+    def worker_security(self) -> ClientSecurity:
+        """How workers are known, and how this scheduler shows who it is: with the certificate that its clients see.
+
+        Raises StartupError for files that make no sense together.
+        """
+        dialed = self.tls_ca is not None
+        return ClientSecurity(
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert if dialed else None,
+            tls_key=self.tls_key if dialed else None,
+            tls_server_name=self.tls_server_name,
+            token_file=self.worker_token_file,
+        )

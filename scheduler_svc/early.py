@@ -5,7 +5,7 @@ After a restart of the core process the frontends come back sooner than the work
 
 from collections.abc import Iterator
 
-from scheduler_svc.core import RETRY_AFTER_MS, Request, Scheduler
+from scheduler_svc.core import Request, Scheduler
 from shared.errors import QueueFull, TandemError
 
 
@@ -31,7 +31,7 @@ class EarlyRequests:
     def add(self, request: Request) -> None:
         """Raises QueueFull, but for one that was accepted before."""
         if len(self._requests) >= self._most and not request.again:
-            raise QueueFull(f"{len(self._requests)} requests wait for a worker: try again later", RETRY_AFTER_MS)
+            raise QueueFull(f"{len(self._requests)} requests wait for a worker: try again later")
         self._requests[request.key] = request
 
     def mask_ready(self, key: int, position: int, allowed: bytes) -> None:

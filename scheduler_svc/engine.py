@@ -15,10 +15,11 @@ from scheduler_svc.early import EarlyRequests
 from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
 from scheduler_svc.monitor import Monitor
+from scheduler_svc.queue_clock import QueueClock
 from scheduler_svc.resolve import is_name
 from scheduler_svc.worker_client import Misfit
 from scheduler_svc.worker_groups import WorkerGroups
-from shared.errors import Aborted, StartupError, TandemError, Unavailable
+from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
 from shared.types import StepPlan, StepResult, WorkerDescription
@@ -62,6 +63,7 @@ class Engine:
         """When a step was planned or gave tokens, or nothing was there to do."""
         self._broken: asyncio.Future[None] | None = None
         self._monitor = Monitor()
+        self._queue_clock = QueueClock(config.max_queue_time)
 
     async def run(self, socket_path: str) -> None:
         """Serves until cancelled. Raises StartupError where a worker serves another model, and what `broke` tells."""
@@ -122,12 +124,30 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Raises a TandemError to refuse it. Before the first worker it waits: after a restart of this process the
         frontends come back sooner than the workers."""
-        if self._core is None or not self._settled:
-            self._early.add(request)
-        else:
-            self._core.submit(request)
+        now = time.monotonic()
+        try:
+            if self._core is None or not self._settled:
+                self._early.add(request)
+            else:
+                self._core.submit(request)
+        except QueueFull as error:
+            error.retry_after_ms = self._queue_clock.retry_after_ms(now)
+            raise
+        if not request.output.size:  # who goes on with an output has had its turn
+            self._queue_clock.submitted(request.key, now)
         self._owners.setdefault(peer_of(request.key), set()).add(request.key)
         self._settle()
+
+    def _end_late(self) -> None:
+        """Who has waited for too long is told so, and never planned."""
+        now = time.monotonic()
+        for key in self._queue_clock.late(now):
+            problem = f"no turn within {self._config.max_queue_time:g} s: try again later"
+            error = QueueFull(problem, self._queue_clock.retry_after_ms(now))
+            if key in self._early:
+                self._end_early(key, error)
+            elif self._core is not None:
+                self._core.expire(key, error)
 
     def _submit_early(self) -> None:
         """Once: what fits no pool can be told now."""
@@ -136,6 +156,13 @@ class Engine:
             for key, error in self._early.hand_over(self._running_core):
                 self._end_early(key, error)
             self._settle()
+
+    def _submit_late(self) -> None:
+        """The loop would log an exception of a callback and go on, without these requests."""
+        try:
+            self._submit_early()
+        except Exception as error:
+            self.broke(error)
 
     def _end_early(self, key: int, error: TandemError) -> None:
         self._early.drop(key)
@@ -203,6 +230,9 @@ class Engine:
                 self._progressed = time.monotonic()
             self._frontends.broadcast(self.state())
             self._end_without_worker()
+            self._end_late()
+            if self._core is not None:
+                self._deliver(self._core.take_outputs())
 
     # Workers.
 
@@ -241,7 +271,7 @@ class Engine:
         if self.workers.all_connected:
             self._submit_early()
         elif not self._settled:
-            asyncio.get_running_loop().call_later(SETTLE_S, self._submit_early)
+            asyncio.get_running_loop().call_later(SETTLE_S, self._submit_late)
         self._frontends.broadcast(self.state())
         self._wake_all()
 
@@ -316,6 +346,7 @@ class Engine:
 
     def _plan(self, group: int, patient: bool = True) -> None:
         self._due.discard(group)
+        self._end_late()
         link = self.workers.links.get(group)
         if link is None:
             return
@@ -351,6 +382,8 @@ class Engine:
     def _forget(self, key: int) -> None:
         peer = peer_of(key)
         keys = self._owners.get(peer, set())
-        keys.discard(key)
+        if key in keys:
+            keys.remove(key)
+            self._queue_clock.ended(time.monotonic())
         if not keys:
             self._owners.pop(peer, None)

@@ -59,5 +59,6 @@ def core_config(config: SchedulerConfig, worker: WorkerDescription, hash_seed: i
         max_num_seqs=min(config.max_num_seqs or most_seqs, most_seqs),
         max_num_batched_tokens=min(config.max_num_batched_tokens or most_tokens, most_tokens),
         max_queue=config.max_queue,
+        max_queue_tokens=config.max_queue_tokens,
         hash_seed=hash_seed,
     )

@@ -237,6 +237,7 @@ def _request(key: int, submit: core_pb2.Submit) -> Request:
         stop_token_ids=tuple(unpack(submit.stop_token_ids).tolist()),
         cache_salt=submit.cache_salt,
         priority=submit.priority,
+        client=submit.client,
         constrained=submit.constrained,
         again=submit.again,
     )

@@ -6,26 +6,33 @@ the public port.
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+import structlog
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.tracing import require_tracing
 from scheduler_svc.metrics_hub import MetricsHub
 from scheduler_svc.watchdog import watch_core, watch_frontend
+from shared.dialer import Dialer
 from shared.errors import StartupError
 from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
-from shared.ports import address, find_free, require_free
+from shared.ports import LOOPBACK, address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
+from shared.scratch import scratch_folder
 from shared.settings import to_json
+from shared.tls import server_credentials
+from shared.tokens import Tokens
 
 LONGEST_SOCKET_PATH = 107
 """Bytes; Linux's sockaddr_un holds 108 with the NUL at the end."""
+
+_log = structlog.get_logger(__name__)
 
 
 async def run(config: SchedulerConfig) -> int:
@@ -35,9 +42,12 @@ async def run(config: SchedulerConfig) -> int:
     """
     name = load_model_config(config.model, config.model_name).name
     require_free(config.host, config.port)
+    if config.health_port is not None:
+        require_free(config.host, config.health_port, port_flag="--health-port")
+    _check_security(config)
     if config.otlp_endpoint is not None:
         require_tracing()
-    with stop_signals() as stopped, tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+    with stop_signals() as stopped, scratch_folder() as folder:
         family = Supervisor()
         socket_path, metrics_socket = _socket_path(folder, "core.sock"), await _serve_metrics(config, folder)
         arguments = ["--config", to_json(config), "--socket", socket_path]
@@ -56,7 +66,17 @@ async def run(config: SchedulerConfig) -> int:
         return STARTUP_FAILED if failed else 0
 
 
-async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
+def _check_security(config: SchedulerConfig) -> None:
+    """Once, before every child would tell the same."""
+    credentials = server_credentials(config)
+    Dialer(config.worker_security)
+    if config.token_file is not None:
+        Tokens(config.token_file)
+        if credentials is None and config.host not in (LOOPBACK, "::1", "localhost"):
+            _log.warning("tokens cross the network in plain text: give --tls-cert and --tls-key", host=config.host)
+
+
+async def _serve_metrics(config: SchedulerConfig, folder: Path) -> Path | None:
     """The socket that takes the children's metrics, if there is an endpoint to tell them."""
     if config.metrics_port is None:
         return None
@@ -67,8 +87,8 @@ async def _serve_metrics(config: SchedulerConfig, folder: str) -> Path | None:
     return Path(path)
 
 
-def _socket_path(folder: str, name: str) -> str:
-    path = str(Path(folder) / name)
+def _socket_path(folder: Path, name: str) -> str:
+    path = str(folder / name)
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
         raise StartupError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter folder")
     return path
@@ -79,7 +99,7 @@ def _watchdogs(
 ) -> Iterator[Coroutine[None, None, None]]:
     yield watch_core(socket_path, config.step_timeout, partial(_kill, family, "core"))
     for number, frontend in enumerate(frontends):
-        endpoint = address(frontend.host, frontend.own_port)
+        endpoint = address(LOOPBACK, frontend.own_health_port)
         yield watch_frontend(endpoint, config.step_timeout, partial(_kill, family, f"frontend-{number}"))
 
 
@@ -93,12 +113,19 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
         core_socket=Path(socket_path),
         host=config.host,
         port=config.port,
-        own_port=find_free(config.host),
+        health_port=config.health_port,
+        own_health_port=find_free(LOOPBACK),
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        tls_client_ca=config.tls_client_ca,
+        token_file=config.token_file,
         model_name=config.model_name,
         use_generation_config=config.generation_config,
         grammar_timeout=config.grammar_timeout,
         core_timeout=config.worker_loss_timeout,
         drain_timeout=config.drain_timeout,
+        fair_by=config.fair_by,
+        read_timeout=config.read_timeout,
         metrics_socket=metrics_socket,
         otlp_endpoint=config.otlp_endpoint,
     )
@@ -106,4 +133,4 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
 
 async def _until_ready(frontends: Iterable[FrontendConfig]) -> None:
     for frontend in frontends:
-        await until_serving(address(frontend.host, frontend.own_port), "readiness")
+        await until_serving(address(LOOPBACK, frontend.own_health_port), "readiness")

@@ -24,13 +24,18 @@ def check_target(target: str) -> None:
         raise StartupError(f"--workers {target}: host:port or dns:///name:port is needed")
 
 
+def host_of(target: str) -> str:
+    """Its host alone."""
+    return target.removeprefix(SCHEME).rpartition(":")[0].strip("[]")
+
+
 async def resolve(target: str) -> list[str]:
     """The addresses of a name, as host:port. Raises OSError where it has none, or nobody tells.
 
     Of one family: a pod that has an address of each would be two groups.
     """
-    name, _, port = target.removeprefix(SCHEME).rpartition(":")
-    found = await asyncio.to_thread(socket.getaddrinfo, name.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    port = target.rpartition(":")[2]
+    found = await asyncio.to_thread(socket.getaddrinfo, host_of(target), int(port), type=socket.SOCK_STREAM)
     families = {family for family, *_ in found}
     chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return sorted({address(str(where[0]), int(port)) for family, *_, where in found if family == chosen})

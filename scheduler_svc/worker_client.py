@@ -14,9 +14,10 @@ import structlog
 from grpc import StatusCode, aio
 
 from scheduler_svc.link_counts import LinkCounts
+from shared.dialer import Dialer
 from shared.errors import ProtocolError, StartupError, TandemError
 from shared.pb import worker_pb2, worker_pb2_grpc
-from shared.rpc import make_channel
+from shared.tls import explained
 from shared.types import DEPTH_LIMIT, StepPlan, StepResult, WorkerDescription
 from shared.wire import description_from_pb, plan_to_pb, result_from_pb
 
@@ -67,7 +68,14 @@ class WorkerLink:
     """One worker group, over all its losses and returns, as long as it is wanted."""
 
     def __init__(
-        self, group: int, endpoint: str, listener: WorkerListener, *, instance: int, step_timeout: float
+        self,
+        group: int,
+        endpoint: str,
+        listener: WorkerListener,
+        dialer: Dialer,
+        *,
+        instance: int,
+        step_timeout: float,
     ) -> None:
         self.group = group
         self.endpoint = endpoint
@@ -82,6 +90,7 @@ class WorkerLink:
         """Plans without a result."""
         self.counts = LinkCounts()
         self._listener = listener
+        self._dialer = dialer
         self._instance = instance
         self._step_timeout = step_timeout
         self._plans: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
@@ -120,7 +129,7 @@ class WorkerLink:
     async def run(self) -> None:
         """Serves the group until it is lost and not wanted any more. Raises StartupError where nobody can serve."""
         while self.is_wanted:
-            channel = make_channel(self.endpoint)
+            channel = self._dialer.channel(self.endpoint)
             try:
                 await self._serve(worker_pb2_grpc.WorkerServiceStub(channel))
             except StartupError:
@@ -149,7 +158,7 @@ class WorkerLink:
         self._closed = False
         self.outstanding.clear()
         self.send(self._listener.opened(self.group, description))
-        call = stub.Execute(self._outgoing())
+        call = stub.Execute(self._outgoing(), metadata=self._dialer.metadata)
         beat = asyncio.create_task(self._beat())
         try:
             await self._receive(call)
@@ -165,7 +174,8 @@ class WorkerLink:
 
     async def _describe(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> WorkerDescription:
         try:
-            answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=self._step_timeout)
+            question, metadata = worker_pb2.DescribeRequest(), self._dialer.metadata
+            answer = await stub.Describe(question, timeout=self._step_timeout, metadata=metadata)
         except aio.AioRpcError as error:
             if error.code() is StatusCode.DEADLINE_EXCEEDED:
                 raise ValueError("it listens but does not answer: it loads its model, or hangs") from None
@@ -219,5 +229,5 @@ class WorkerLink:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        return f"{error.code().name}: {explained(error.details() or '')}"
     return "no result within the step timeout" if isinstance(error, TimeoutError) else str(error)

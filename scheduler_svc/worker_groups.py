@@ -6,12 +6,15 @@ Addresses come from the command line, or from a name that is resolved again and 
 import asyncio
 import itertools
 from collections.abc import Coroutine
+from dataclasses import replace
 
 import structlog
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.resolve import is_name, resolve
+from scheduler_svc.resolve import host_of, is_name, resolve
 from scheduler_svc.worker_client import WorkerLink, WorkerListener
+from shared.dialer import Dialer
+from shared.security import ClientSecurity
 
 _log = structlog.get_logger(__name__)
 
@@ -24,14 +27,16 @@ class WorkerGroups:
         self._config = config
         self._listener = listener
         self._instance = instance
+        self._dialer = Dialer(config.worker_security)
         self._numbers = itertools.count()
         self._fixed = [target for target in config.workers if not is_name(target)]
         self._found: dict[str, list[str]] = {target: [] for target in config.workers if is_name(target)}
         """Addresses by name, as last resolved."""
+        self._dialers = {name: Dialer(_named(config.worker_security, name)) for name in self._found}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
         for endpoint in self._fixed:
-            self._add(endpoint)
+            self._add(endpoint, self._dialer)
 
     @property
     def any_connected(self) -> bool:
@@ -92,19 +97,28 @@ class WorkerGroups:
 
     def _adjust(self) -> None:
         """New addresses are dialled; a group whose address is gone stays until its stream ends."""
-        wanted = {*self._fixed, *itertools.chain.from_iterable(self._found.values())}
+        wanted = {endpoint: self._dialers[name] for name, found in self._found.items() for endpoint in found}
+        wanted |= dict.fromkeys(self._fixed, self._dialer)
         for link in self.links.values():
             link.is_wanted = link.endpoint in wanted
-        for endpoint in sorted(wanted - {link.endpoint for link in self.links.values()}):
-            self._spawn(self._keep(self._add(endpoint)))
+        for endpoint in sorted(wanted.keys() - {link.endpoint for link in self.links.values()}):
+            self._spawn(self._keep(self._add(endpoint, wanted[endpoint])))
 
-    def _add(self, endpoint: str) -> WorkerLink:
+    def _add(self, endpoint: str, dialer: Dialer) -> WorkerLink:
         link = WorkerLink(
             next(self._numbers),
             endpoint,
             self._listener,
+            dialer,
             instance=self._instance,
             step_timeout=self._config.step_timeout,
         )
         self.links[link.group] = link
         return link
+
+
+def _named(security: ClientSecurity, target: str) -> ClientSecurity:
+    """A certificate is for the name, not for the addresses that are dialled."""
+    if security.tls_ca is None or security.tls_server_name is not None:
+        return security
+    return replace(security, tls_server_name=host_of(target))

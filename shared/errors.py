@@ -13,16 +13,28 @@ class InvalidRequest(TandemError):
         self.field = field
 
 
+class Unauthenticated(TandemError):
+    """The caller does not show who it is."""
+
+
+class PermissionDenied(TandemError):
+    """The caller is known, and this is not for it."""
+
+
 class DuplicateRequest(TandemError):
     """A live request has this id."""
 
 
 class QueueFull(TandemError):
-    """No room to wait: try again after `retry_after_ms` milliseconds."""
+    """No room to wait, or no turn in time: try again after `retry_after_ms` milliseconds."""
 
-    def __init__(self, message: str, retry_after_ms: int) -> None:
+    def __init__(self, message: str, retry_after_ms: int = 1000) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class LimitExceeded(TandemError):
+    """More than the service keeps or takes for one client; no retry helps."""
 
 
 class Unavailable(TandemError):

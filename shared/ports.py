@@ -5,6 +5,8 @@ import socket
 
 from shared.errors import StartupError
 
+LOOPBACK = "127.0.0.1"
+
 
 def address(host: str, port: int) -> str:
     """host:port as gRPC reads it: an IPv6 address is in brackets."""

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -23,6 +24,9 @@ LONGEST_PAUSE_S = 5.0
 INSIST_S = 0.2
 INSIST_TIMES = 10
 """How often, and how many times, children are told to stop that shall not finish what they do."""
+
+MOST_FILES = 1 << 20
+"""That a process opens, whatever it may."""
 
 MOST_EARLY_STARTS = 5
 """Starts of a child that keeps ending before all are ready; then the family gives up."""
@@ -65,6 +69,14 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before the line above
         os._exit(1)
+
+
+def raise_file_limit() -> int:
+    """Lets this process open as many files as it may, each connection being one; how many that is."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MOST_FILES if most == resource.RLIM_INFINITY else min(most, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    return files
 
 
 async def exited(child: subprocess.Popen[bytes]) -> int:

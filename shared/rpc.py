@@ -2,16 +2,20 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
 import structlog
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared import errors
+from shared.ports import address
+from shared.reading import Writes
 
 MAX_MESSAGE_BYTES = 64 << 20
 POLL_S = 0.05
@@ -48,7 +52,10 @@ SERVER_OPTIONS = [
 
 STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -58,7 +65,9 @@ STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.RequestFailed: grpc.StatusCode.INTERNAL,
 }
 RETRY_AFTER = "grpc-retry-pushback-ms"
-"""Trailing metadata that tells a client when to try again."""
+"""Trailing metadata that tells a client when to try again; only QueueFull has it."""
+DETAILS = "grpc-status-details-bin"
+"""The same for clients in other languages: a google.rpc.Status with a RetryInfo."""
 REQUEST_ID = "tandem-request-id-bin"
 """Initial metadata of Generate, sent when the request is accepted, which may be long before its first token. A client
 that loses its server afterwards may go on elsewhere; one that never got it learns at once that nobody serves."""
@@ -73,8 +82,17 @@ def error_from_status(code: int, message: str, retry_after_ms: int = 0) -> error
         field, _, problem = message.partition(": ")
         return errors.InvalidRequest(field, problem)
     if kind is errors.QueueFull:
-        return errors.QueueFull(message, retry_after_ms)
+        return errors.QueueFull(message, retry_after_ms) if retry_after_ms else errors.LimitExceeded(message)
     return kind(message)
+
+
+def _retry_trailers(error: errors.QueueFull) -> tuple[tuple[str, str | bytes], ...]:
+    code, milliseconds = STATUS_CODES[errors.QueueFull].value[0], error.retry_after_ms
+    hint = error_details_pb2.RetryInfo()
+    hint.retry_delay.FromMilliseconds(milliseconds)
+    status = status_pb2.Status(code=code, message=str(error))
+    status.details.add().Pack(hint)
+    return (RETRY_AFTER, str(milliseconds)), (DETAILS, status.SerializeToString())
 
 
 async def _abort(context: Any, error: Exception) -> None:
@@ -82,14 +100,16 @@ async def _abort(context: Any, error: Exception) -> None:
     if code is None:
         _log.exception("a call failed by a bug", exc_info=error)
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
-    trailers: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, errors.QueueFull):
-        trailers = ((RETRY_AFTER, str(error.retry_after_ms)),)
+    trailers = _retry_trailers(error) if isinstance(error, errors.QueueFull) else ()
     await context.abort(code, str(error), trailers)
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
     """Maps exceptions of every handler to status codes: the only place that does."""
+
+    def __init__(self, read_timeout: float = math.inf) -> None:
+        """`read_timeout`: seconds that a client may leave a message of a stream untaken."""
+        self._writes = Writes(read_timeout)
 
     async def intercept_service(
         self,
@@ -103,9 +123,10 @@ class ErrorInterceptor(aio.ServerInterceptor):
         kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
         kind = next(kind for kind in kinds if getattr(handler, kind))
         behaviour = getattr(handler, kind)
-        wrap = _streaming if inspect.isasyncgenfunction(behaviour) else _awaited
+        is_stream = inspect.isasyncgenfunction(behaviour)
+        call = _streaming(behaviour, self._writes) if is_stream else _awaited(behaviour)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrap(behaviour), handler.request_deserializer, handler.response_serializer)
+        return make(call, handler.request_deserializer, handler.response_serializer)
 
 
 def _awaited(behaviour: Any) -> Any:
@@ -122,13 +143,16 @@ def _awaited(behaviour: Any) -> Any:
     return call
 
 
-def _streaming(behaviour: Any) -> Any:
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+def _streaming(behaviour: Any, writes: Writes) -> Any:
+    async def call(request: Any, context: Any) -> None:
         try:
             # Closed here and now when the call ends early: what it holds is freed within one turn of the loop.
             async with aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
-                    yield response
+                    try:
+                        await writes.write(context, response)
+                    except errors.LimitExceeded as error:
+                        await responses.athrow(error)  # the handler's own account of the call tells why it ends
         except (aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -140,19 +164,31 @@ def _streaming(behaviour: Any) -> Any:
 def make_server(
     *,
     share_port: bool,
-    interceptors: tuple[aio.ServerInterceptor, ...] = (),
+    interceptors: Sequence[aio.ServerInterceptor] = (),
     options: Sequence[tuple[str, int]] = (),
+    read_timeout: float = math.inf,
 ) -> aio.Server:
-    """A server with Tandem's options and more. Only frontends share a port; elsewhere a second bind must fail."""
-    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port)), *options]
-    return aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
+    """A server with Tandem's options and more; of the same option the last counts. Only frontends share a port;
+    elsewhere a second bind must fail. Clients that take no message of their stream for `read_timeout` seconds get no
+    more."""
+    merged = {**dict(SERVER_OPTIONS), "grpc.so_reuseport": int(share_port), **dict(options)}
+    return aio.server(interceptors=(ErrorInterceptor(read_timeout), *interceptors), options=list(merged.items()))
 
 
-def make_channel(target: str, credentials: grpc.ChannelCredentials | None = None) -> aio.Channel:
-    """A client channel with Tandem's options; plain text without credentials."""
-    if credentials is None:
-        return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+def listen(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Has the server listen, in plain text without credentials; the port. Raises StartupError if it can't be had."""
+    where = address(host, port)
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(where))
+        return int(server.add_secure_port(where, credentials))
+    except RuntimeError:
+        raise errors.StartupError(f"can't listen on {where}: is the port taken?") from None
+
+
+def make_channel(target: str) -> aio.Channel:
+    """A client channel with Tandem's options, in plain text. shared.dialer makes others."""
+    return aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
 
 async def until_serving(endpoint: str, service: str) -> None:

@@ -5,11 +5,15 @@ from shared.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     InvalidRequest,
+    LimitExceeded,
+    PermissionDenied,
     QueueFull,
     RequestFailed,
     TandemError,
+    Unauthenticated,
     Unavailable,
 )
+from shared.security import ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.chat_output import ChatOutput, ToolCall, parse_chat_output
 from tandem.client import Client
@@ -36,6 +40,7 @@ __all__ = [
     "ChatMessage",
     "ChatOutput",
     "Client",
+    "ClientSecurity",
     "Completion",
     "DeadlineExceeded",
     "Delta",
@@ -44,8 +49,10 @@ __all__ = [
     "Finish",
     "GenerationStream",
     "InvalidRequest",
+    "LimitExceeded",
     "Load",
     "ModelInfo",
+    "PermissionDenied",
     "QueueFull",
     "RequestFailed",
     "RequestStats",
@@ -54,6 +61,7 @@ __all__ = [
     "TandemError",
     "TokenLogprob",
     "ToolCall",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "WorkerLoad",

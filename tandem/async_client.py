@@ -1,15 +1,15 @@
 """The client library for asyncio: what tandem.client says for threads."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
+from shared.dialer import Dialer
 from shared.pb import generation_pb2 as pb
-from shared.rpc import make_channel
-from tandem.client import CONNECTIONS, DEFAULT_ENDPOINT, RESUME_TIMEOUT_S
+from shared.security import PLAIN, ClientSecurity
+from tandem.client import CONNECTIONS, DEFAULT_ENDPOINT, QUEUE_TIMEOUT_S, RESUME_TIMEOUT_S
 from tandem.connections import Asking, Connections
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
 from tandem.streams import AsyncGenerationStream
@@ -33,19 +33,21 @@ class AsyncClient:
         endpoint: str | Sequence[str] = DEFAULT_ENDPOINT,
         connections: int = CONNECTIONS,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
+        security: ClientSecurity = PLAIN,
         resume_timeout: float = RESUME_TIMEOUT_S,
+        queue_timeout: float = QUEUE_TIMEOUT_S,
         timeout: float | None = None,
     ) -> None:
-        """Connects when first used; call it in a running loop. ValueError without an endpoint or a connection to it."""
-        self._connections = Connections(endpoint, connections, partial(make_channel, credentials=credentials))
-        self._resume_timeout = resume_timeout
+        """Connects when first used; call it in a running loop. Raises what Client raises."""
+        dialer = Dialer(security)
+        self._connections = Connections(endpoint, connections, dialer, dialer.channel)
+        self._patience = resume_timeout, queue_timeout
         self._timeout = timeout
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerationStream:
         """Continues a prompt and streams it."""
         request = generate_request(prompt, **options)
-        return AsyncGenerationStream(self._connections, request, options.get("timeout"), self._resume_timeout)
+        return AsyncGenerationStream(self._connections, request, options.get("timeout"), *self._patience)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Continues a prompt and waits for all of it."""
@@ -79,10 +81,10 @@ class AsyncClient:
         return bool((await self._ask("Abort", request, good_enough=lambda answer: answer.found)).found)
 
     async def _ask(self, method: str, request: Any, good_enough: Callable[[Any], bool] = lambda answer: True) -> Any:
-        asking = Asking(good_enough)
+        asking, metadata = Asking(good_enough), self._connections.metadata
         for stub in self._connections.each():
             try:
-                if asking.is_settled_by(await getattr(stub, method)(request, timeout=self._timeout)):
+                if asking.is_settled_by(await getattr(stub, method)(request, timeout=self._timeout, metadata=metadata)):
                     break
             except grpc.RpcError as error:
                 asking.failed(error)

@@ -16,15 +16,16 @@ from scheduler_svc.config import SchedulerConfig
 from shared.errors import StartupError, TandemError
 from shared.model_config import load_model_config
 from shared.process import STARTUP_FAILED, die_with_parent
+from shared.security import ClientSecurity
 from shared.telemetry import configure_logging
 from tandem import gateway
 from tandem import serve as serving
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.help import RUN, USE, Command, Commands, examples
 from tandem.models import BUILT_IN, built_in_name, model_folder
-from tandem.options import given_options, parameters, request_parameters, settings_from, with_parameters
+from tandem.options import given_options, parameters, request_parameters, settings_from, taken, with_parameters
 from tandem.requests import GenerateOptions
-from tandem.tools import Endpoint, register
+from tandem.tools import SECURITY, Endpoint, register
 from worker_svc.config import WorkerConfig
 
 app = typer.Typer(
@@ -70,7 +71,7 @@ def _openai(gateway_options: GatewayOptions = None, model: Model = "tiny", **opt
     Prints one line when ready. Ctrl-C stops all of it; a second Ctrl-C does not wait for running streams.
     """
     configure_logging("openai")
-    config = gateway.GatewayConfig(**_taken(options, gateway.GatewayConfig))
+    config = taken(options, gateway.GatewayConfig)
     gateway.require_installed()
     settings = _serve_settings(model, options)
     raise typer.Exit(asyncio.run(gateway.run(config, gateway_options or [], *settings)))
@@ -79,17 +80,12 @@ def _openai(gateway_options: GatewayOptions = None, model: Model = "tiny", **opt
 def _serve_settings(model: str, options: dict[str, Any]) -> tuple[serving.ServeConfig, str, list[str], list[str]]:
     """What is wrong is told once, before a process is started that would tell it too."""
     folder = model_folder(model)
-    config = serving.ServeConfig(**_taken(options, serving.ServeConfig))
+    config = taken(options, serving.ServeConfig)
     scheduler, worker = _given(options, SchedulerConfig), _given(options, WorkerConfig)
     load_model_config(folder)
     SchedulerConfig(model=folder, workers=(DEFAULT_ENDPOINT,), **scheduler)
     WorkerConfig(model=str(folder), **worker)
     return config, model, _arguments(scheduler), _arguments(worker)
-
-
-def _taken(options: dict[str, Any], settings: type[Any]) -> dict[str, Any]:
-    """Takes the settings' own options out of all."""
-    return {field.name: options.pop(field.name) for field in fields(settings)}
 
 
 def _given(options: dict[str, Any], settings: type[Any]) -> dict[str, Any]:
@@ -128,9 +124,12 @@ def _worker(**options: Any) -> None:
     raise typer.Exit(run(settings_from(WorkerConfig, options)))
 
 
-SERVE_SETS = ("model", "workers", "host", "port", "metrics_port", "drain_timeout")
-SERVE_OPTIONS = [
-    *parameters(serving.ServeConfig),
+SERVE_SETS = (
+    *("model", "workers", "host", "port", "metrics_port", "health_port", "drain_timeout"),
+    *("tls_cert", "tls_key", "tls_client_ca", "token_file", "tls_ca", "tls_server_name", "worker_token_file"),
+)
+"""Of scheduler and workers: what `tandem serve` has flags of its own for, or decides."""
+HANDED_ON = [
     *parameters(SchedulerConfig, without=SERVE_SETS, optional=True, heading="The scheduler"),
     *parameters(WorkerConfig, without=SERVE_SETS, optional=True, heading="Each worker"),
 ]
@@ -139,13 +138,18 @@ app.command(
     cls=Command,
     rich_help_panel=RUN,
     epilog=examples("tandem serve --model tiny", "tandem serve --model /models/Qwen3-8B --tensor-parallel 2"),
-)(with_parameters(_serve, SERVE_OPTIONS))
+)(with_parameters(_serve, [*parameters(serving.ServeConfig), *HANDED_ON]))
 app.command(
     "openai",
     cls=Command,
     rich_help_panel=RUN,
     epilog=examples("tandem openai --model tiny"),
-)(with_parameters(_openai, [*parameters(gateway.GatewayConfig), *SERVE_OPTIONS]))
+)(
+    with_parameters(
+        _openai,
+        [*parameters(gateway.GatewayConfig), *parameters(serving.ServeConfig, without=gateway.NOT_OFFERED), *HANDED_ON],
+    )
+)
 app.command(
     "scheduler",
     cls=Command,
@@ -184,8 +188,9 @@ def _generate(
     from tandem import talk
 
     prompt = sys.stdin.read() if text == "-" else text
+    security = taken(options, ClientSecurity)
     options |= {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
-    talk.generate(endpoint, prompt, as_json=json, **given_options(options))
+    talk.generate(endpoint, security, prompt, as_json=json, **given_options(options))
 
 
 def _text(file: Path | None) -> str | None:
@@ -200,7 +205,8 @@ def _chat(
     """Talks with the model, turn by turn. Ends with Ctrl-D."""
     from tandem import talk
 
-    talk.chat(endpoint, system=system, **given_options(options))
+    security = taken(options, ClientSecurity)
+    talk.chat(endpoint, security, system=system, **given_options(options))
 
 
 app.command(
@@ -208,9 +214,14 @@ app.command(
     cls=Command,
     rich_help_panel=USE,
     epilog=examples('tandem generate "It is" --max-tokens 32 --seed 1', "tandem generate - --json < prompt.txt"),
-)(with_parameters(_generate, request_parameters(GenerateOptions, (*SAMPLING, "echo", "logprobs", "prompt_logprobs"))))
+)(
+    with_parameters(
+        _generate,
+        [*request_parameters(GenerateOptions, (*SAMPLING, "echo", "logprobs", "prompt_logprobs")), *SECURITY],
+    )
+)
 app.command("chat", cls=Command, rich_help_panel=USE, epilog=examples('tandem chat --system "You are brief."'))(
-    with_parameters(_chat, request_parameters(GenerateOptions, SAMPLING))
+    with_parameters(_chat, [*request_parameters(GenerateOptions, SAMPLING), *SECURITY])
 )
 
 

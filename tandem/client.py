@@ -4,14 +4,14 @@ Whatever the server refuses or fails at is raised as the kind of shared.errors t
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
+from shared.dialer import Dialer
 from shared.pb import generation_pb2 as pb
-from shared.rpc import CHANNEL_OPTIONS
+from shared.security import PLAIN, ClientSecurity
 from tandem.connections import Asking, Connections
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
 from tandem.streams import GenerationStream
@@ -29,15 +29,17 @@ from tandem.values import (
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 CONNECTIONS = 4
 RESUME_TIMEOUT_S = 60.0
+QUEUE_TIMEOUT_S = 30.0
 
 
 class Client:
     """A server's services, for threads. Safe to share between them; close it, or use it as a context manager.
 
     A server, or each of several that serve the same model: `endpoint` is host:port, another gRPC target, or a list of
-    them, used in turn. `connections` go to each; one connection reaches one frontend process. `credentials` are gRPC's:
-    grpc.ssl_channel_credentials() for TLS. A stream that loses its server goes on with the next, for `resume_timeout`
-    seconds without progress; 0: never. `timeout`, seconds, is for each call but generate() and complete(), which have
+    them, used in turn. `connections` go to each; one connection reaches one frontend process. `security`: TLS, and
+    the token to show. A stream that loses its server goes on with the next, for `resume_timeout` seconds without
+    progress; 0: never. One that finds the queue full tries again when the server says, for `queue_timeout` seconds.
+    `timeout`, seconds, is for each call but generate() and complete(), which have
     their own; its end raises DeadlineExceeded.
     """
 
@@ -46,19 +48,22 @@ class Client:
         endpoint: str | Sequence[str] = DEFAULT_ENDPOINT,
         connections: int = CONNECTIONS,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
+        security: ClientSecurity = PLAIN,
         resume_timeout: float = RESUME_TIMEOUT_S,
+        queue_timeout: float = QUEUE_TIMEOUT_S,
         timeout: float | None = None,
     ) -> None:
-        """Connects when first used. ValueError where there is no endpoint or no connection."""
-        self._connections = Connections(endpoint, connections, partial(_channel, credentials))
-        self._resume_timeout = resume_timeout
+        """Connects when first used. ValueError where there is no endpoint or no connection, StartupError for a file of
+        `security` that can't be used."""
+        dialer = Dialer(security)
+        self._connections = Connections(endpoint, connections, dialer, dialer.thread_channel)
+        self._patience = resume_timeout, queue_timeout
         self._timeout = timeout
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
         """Continues a prompt and streams it."""
         request = generate_request(prompt, **options)
-        return GenerationStream(self._connections, request, options.get("timeout"), self._resume_timeout)
+        return GenerationStream(self._connections, request, options.get("timeout"), *self._patience)
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Continues a prompt and waits for all of it."""
@@ -92,10 +97,10 @@ class Client:
         return bool(self._ask("Abort", request, good_enough=lambda answer: answer.found).found)
 
     def _ask(self, method: str, request: Any, good_enough: Callable[[Any], bool] = lambda answer: True) -> Any:
-        asking = Asking(good_enough)
+        asking, metadata = Asking(good_enough), self._connections.metadata
         for stub in self._connections.each():
             try:
-                if asking.is_settled_by(getattr(stub, method)(request, timeout=self._timeout)):
+                if asking.is_settled_by(getattr(stub, method)(request, timeout=self._timeout, metadata=metadata)):
                     break
             except grpc.RpcError as error:
                 asking.failed(error)
@@ -113,9 +118,3 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _channel(credentials: grpc.ChannelCredentials | None, target: str) -> grpc.Channel:
-    if credentials is None:
-        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from shared.errors import StartupError
-from shared.ports import address, find_free, require_free
+from shared.ports import LOOPBACK, address, find_free, require_free
 from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
 from shared.settings import check_bounds
-from tandem.serve import LOOPBACK, ServeConfig, Service
+from tandem.serve import ServeConfig, Service
 
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 2.0
+NOT_OFFERED = ("health_port", "tls_cert", "tls_key", "tls_client_ca", "token_file")
+"""Flags of `tandem serve` that this command has not: the gateway talks to engines in plain text, and shows no token."""
 GATEWAY_GRACE_S = 1.0
 """Of itself it would wait for some seconds for others to notice that it goes."""
 

@@ -16,11 +16,17 @@ import typer
 
 
 def parameters(
-    settings: type[Any], *, without: Iterable[str] = (), optional: bool = False, heading: str | None = None
+    settings: type[Any],
+    *,
+    without: Iterable[str] = (),
+    optional: bool = False,
+    heading: str | None = None,
+    environment: str | None = None,
 ) -> list[inspect.Parameter]:
     """One keyword parameter per field that is not in `without`, in the help under `heading`.
 
-    With `optional` every default is None, which means: not given; the help still tells the field's default.
+    With `optional` every default is None, which means: not given; the help still tells the field's default. With
+    `environment`, that and the field's name in capitals is a variable that gives the option's value.
     """
     hints = get_type_hints(settings)
     helps = _field_docstrings(settings)
@@ -32,7 +38,8 @@ def parameters(
         if optional:
             text += "" if default in (None, MISSING) else f" (default: {default})"
             kind, default = kind | None, None
-        option = typer.Option(help=text, show_default=default is not None, rich_help_panel=heading)
+        variable = None if environment is None else environment + field.name.upper()
+        option = typer.Option(help=text, show_default=default is not None, rich_help_panel=heading, envvar=variable)
         annotation = Annotated[kind, option]  # type: ignore[valid-type]
         given = inspect.Parameter.empty if default is MISSING else default
         result.append(
@@ -69,6 +76,12 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not ID=VALUE", param_hint="--logit-bias") from None
+
+
+def taken(options: dict[str, Any], settings: type[Any]) -> Any:
+    """Takes the settings' own options out of all; the settings object. Raises what it raises."""
+    own = [field.name for field in fields(settings) if field.name in options]
+    return settings(**{name: options.pop(name) for name in own})
 
 
 def with_parameters(function: Callable[..., None], options: Iterable[inspect.Parameter]) -> Callable[..., None]:
@@ -109,7 +122,9 @@ def _field_docstrings(settings: type[Any]) -> dict[str, str]:
     """The string literal after each field: what a reader of the class sees, a caller of --help sees too."""
     module = ast.parse(inspect.getsource(sys.modules[settings.__module__]))
     (definition,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == settings.__name__)
-    found = {}
+    found: dict[str, str] = {}
+    for base in settings.__bases__:
+        found |= {} if base.__module__ == "builtins" else _field_docstrings(base)
     for field, after in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
             found[field.target.id] = " ".join(ast.literal_eval(after.value).split())

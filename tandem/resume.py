@@ -11,10 +11,12 @@ from tandem.values import Delta, Usage, delta_from_pb
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+LONGEST_HINT_S = 30.0
+"""Of a server's hint when to try again, whatever it says."""
 
 RESUMABLE = (Unavailable, DuplicateRequest, QueueFull)
 """Kinds after which a request that was lost is tried again: the server may hold the lost call for live until it notices
-the loss, and the queue in which it had a place may be full. Without a loss before, the last two are the caller's."""
+the loss, and the queue in which it had a place may be full."""
 
 
 @dataclass(slots=True)
@@ -97,9 +99,12 @@ class Progress:
 class Patience:
     """Whether to try again, and after which pause. Times are seconds on the caller's clock."""
 
-    def __init__(self, now: float, limit: float, timeout: float | None, endpoints: int) -> None:
+    def __init__(
+        self, now: float, limit: float, timeout: float | None, endpoints: int, queue_timeout: float = 0.0
+    ) -> None:
         """`limit`: how long after a loss a request is given up that made no progress since, 0: at once; `timeout`: for
-        the whole request."""
+        the whole request; `queue_timeout`: how long one that finds the queue full tries again."""
+        self._queue_limit = now + queue_timeout
         self._deadline = None if timeout is None else now + timeout
         self._limit = limit
         self._untried = endpoints - 1
@@ -126,6 +131,8 @@ class Patience:
 
         Before any server has taken the request, every endpoint is tried once: who mistyped an address is told at once.
         """
+        if isinstance(error, QueueFull) and self._lost_since is None:
+            return self._until_room(error, now, jitter)
         if not self._accepted:
             if not isinstance(error, Unavailable) or not self._untried:
                 raise error
@@ -140,7 +147,26 @@ class Patience:
         pause = self._pause * (0.5 + jitter / 2)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
         if isinstance(error, QueueFull):
-            pause = max(pause, error.retry_after_ms / 1e3)
-        if self._deadline is not None and now + pause >= self._deadline:
-            raise DeadlineExceeded(f"the request's time is over; before that: {error}")
+            pause = max(pause, _hint(error, jitter))
+        self._require_time(error, now + pause)
         return pause
+
+    def _until_room(self, error: QueueFull, now: float, jitter: float) -> float:
+        """At another endpoint at once, if there is one that was not asked."""
+        if now >= self._queue_limit:
+            raise error
+        if self._untried:
+            self._untried -= 1
+            return 0.0
+        pause = min(_hint(error, jitter), self._queue_limit - now)
+        self._require_time(error, now + pause)
+        return pause
+
+    def _require_time(self, error: TandemError, until: float) -> None:
+        if self._deadline is not None and until >= self._deadline:
+            raise DeadlineExceeded(f"the request's time is over; before that: {error}")
+
+
+def _hint(error: QueueFull, jitter: float) -> float:
+    """Never sooner than the server says, and up to a quarter later: who was refused together does not come together."""
+    return min(error.retry_after_ms / 1e3, LONGEST_HINT_S) * (1 + jitter / 4)

@@ -5,19 +5,19 @@ The children are the commands that an operator would run separately: `tandem sch
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from shared.ports import address, find_free, require_free
+from shared.ports import LOOPBACK, address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
+from shared.security import ServerSecurity, check_server, flag
 from shared.settings import check_bounds
 
-LOOPBACK = "127.0.0.1"
 WORKER_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServeConfig:
+class ServeConfig(ServerSecurity):
     """What `tandem serve` itself decides; everything else it hands on."""
 
     workers: int = 1
@@ -26,6 +26,9 @@ class ServeConfig:
     """Address of the public port. Workers listen on 127.0.0.1: only the scheduler may reach them."""
     port: int = 50051
     """Port that clients reach."""
+    health_port: int | None = None
+    """Port with nothing but the health service, in plain text, for probes that speak no TLS; None: there is none, or
+    with TLS any free one."""
     metrics_port: int | None = None
     """Port of the scheduler's Prometheus metrics over HTTP; those of the workers have the ports after it, in order.
     None: there are none."""
@@ -35,9 +38,10 @@ class ServeConfig:
     def __post_init__(self) -> None:
         """Raises StartupError for a value out of range."""
         check_bounds(self, ("workers",), 1)
-        check_bounds(self, ("port",), 1, 65535)
+        check_bounds(self, ("port", "health_port"), 1, 65535)
         check_bounds(self, ("metrics_port",), 1, 65535 - self.workers)
         check_bounds(self, ("drain_timeout",), 0)
+        check_server(self)
 
 
 class Service:
@@ -55,12 +59,17 @@ class Service:
         self.config = config
         self.family = Supervisor()
         self.endpoint = address(config.host, config.port)
+        health_port = config.health_port
+        if health_port is None and config.tls_cert is not None:
+            health_port = find_free(config.host)
+        self._health = self.endpoint if health_port is None else address(config.host, health_port)
         ports = [find_free(LOOPBACK) for _ in range(config.workers)]
         self._workers = [address(LOOPBACK, port) for port in ports]
         for number, port in enumerate(ports):
             own = _common(model, LOOPBACK, port, WORKER_GRACE_S - 1.0) + self._metrics(1 + number)
             self.family.start(f"worker-{number}", "tandem", ["worker", *own, *worker_arguments], quiet=True)
         own = _common(model, config.host, config.port, config.drain_timeout) + self._metrics(0)
+        own += _security(config) + ([] if health_port is None else ["--health-port", str(health_port)])
         arguments = ["scheduler", *own, "--workers", ",".join(self._workers), *scheduler_arguments]
         self.family.start("scheduler", "tandem", arguments, quiet=True)
 
@@ -72,7 +81,7 @@ class Service:
         """Waits until requests are served."""
         for endpoint in self._workers:
             await until_serving(endpoint, "readiness")
-        await until_serving(self.endpoint, "tandem.Active")
+        await until_serving(self._health, "tandem.Active")
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Streams end when the scheduler has drained them, so the workers go last. `hurry` ends the wait."""
@@ -96,3 +105,8 @@ async def run(
 
 def _common(model: str, host: str, port: int, drain_timeout: float) -> list[str]:
     return ["--model", model, "--host", host, "--port", str(port), "--drain-timeout", str(drain_timeout)]
+
+
+def _security(config: ServerSecurity) -> list[str]:
+    given = {field.name: getattr(config, field.name) for field in fields(ServerSecurity)}
+    return [word for name, value in given.items() if value is not None for word in (flag(name), str(value))]

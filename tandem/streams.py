@@ -27,22 +27,31 @@ class _Stream(Generic[C]):
     """What both kinds of stream do alike: open the calls of an attempt, and judge how it ended."""
 
     def __init__(
-        self, connections: Connections[C], request: pb.GenerateRequest, timeout: float | None, resume_timeout: float
+        self,
+        connections: Connections[C],
+        request: pb.GenerateRequest,
+        timeout: float | None,
+        resume_timeout: float,
+        queue_timeout: float,
     ) -> None:
         """`request` has an id and a seed. The first attempt begins at once."""
         self.request_id = request.request_id
         self.seed = request.sampling.seed
         """Repeats the output when given again."""
+        self._connections = connections
         self._route = connections.route()
         self._progress = Progress(request)
-        self._patience = Patience(time.monotonic(), resume_timeout, timeout, connections.endpoints)
+        self._patience = Patience(time.monotonic(), resume_timeout, timeout, connections.endpoints, queue_timeout)
         self._is_closed = False
         self._calls: list[Any] = []
         self._open()
 
     def _open(self) -> None:
-        stub, timeout = next(self._route), self._patience.remaining(time.monotonic())
-        self._calls = [stub.Generate(request, timeout=timeout) for request in self._progress.remaining()]
+        self._stub = next(self._route)
+        timeout, metadata = self._patience.remaining(time.monotonic()), self._connections.metadata
+        self._calls = [
+            self._stub.Generate(request, timeout=timeout, metadata=metadata) for request in self._progress.remaining()
+        ]
         if self._is_closed:  # perhaps by another thread, which knew only the calls before these
             self._cancel()
 

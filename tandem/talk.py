@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from shared.errors import Unavailable
+from shared.security import ClientSecurity
 from tandem.client import Client
 from tandem.values import Delta
 
@@ -20,9 +21,9 @@ RESUME_TIMEOUT_S = 10.0
 _notes = Console(stderr=True, highlight=False, style="dim")
 
 
-def generate(endpoint: str, prompt: str, *, as_json: bool, **parameters: Any) -> None:
+def generate(endpoint: str, security: ClientSecurity, prompt: str, *, as_json: bool, **parameters: Any) -> None:
     """Streams the continuation of `prompt`: text with a summary on standard error, or one JSON object per piece."""
-    with connected(endpoint) as client:
+    with connected(endpoint, security) as client:
         started = time.monotonic()
         for delta in client.generate(prompt, **parameters):
             if as_json:
@@ -31,10 +32,10 @@ def generate(endpoint: str, prompt: str, *, as_json: bool, **parameters: Any) ->
                 show(delta, started)
 
 
-def chat(endpoint: str, *, system: str | None, **parameters: Any) -> None:
+def chat(endpoint: str, security: ClientSecurity, *, system: str | None, **parameters: Any) -> None:
     """Turn by turn until the end of standard input."""
     messages = [{"role": "system", "content": system}] if system else []
-    with connected(endpoint) as client:
+    with connected(endpoint, security) as client:
         while (said := _ask()) is not None:
             messages.append({"role": "user", "content": said})
             answer, started = "", time.monotonic()
@@ -45,9 +46,9 @@ def chat(endpoint: str, *, system: str | None, **parameters: Any) -> None:
 
 
 @contextlib.contextmanager
-def connected(endpoint: str) -> Iterator[Client]:
+def connected(endpoint: str, security: ClientSecurity) -> Iterator[Client]:
     """A client of a running scheduler, or of several with commas. Who finds none is told how to start one."""
-    with Client(endpoint.split(","), resume_timeout=RESUME_TIMEOUT_S) as client:
+    with Client(endpoint.split(","), security=security, resume_timeout=RESUME_TIMEOUT_S) as client:
         try:
             yield client
         except Unavailable as error:

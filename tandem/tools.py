@@ -7,12 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from shared.errors import StartupError, TandemError
+from shared.security import ClientSecurity
 from tandem.batch.config import BatchConfig
 from tandem.bench.config import BenchConfig
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.drain import drain
 from tandem.help import RUN, USE, Command, examples
-from tandem.options import parameters, with_parameters
+from tandem.options import parameters, taken, with_parameters
 
 Endpoint = Annotated[
     str,
@@ -22,11 +23,15 @@ Endpoint = Annotated[
     ),
 ]
 
+SECURITY = parameters(ClientSecurity, environment="TANDEM_", heading="TLS and token")
+"""Options of every command that calls a service."""
+
 
 def _top(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     interval: Annotated[float, typer.Option(help="Seconds between two looks, 0.1 to 60.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Prints one frame and ends: for scripts.")] = False,
+    **options: Any,
 ) -> None:
     """Shows a running service live: throughput, latencies, K/V memory, queue, workers, latest requests.
 
@@ -37,7 +42,7 @@ def _top(
 
     if not 0.1 <= interval <= 60:
         raise StartupError(f"--interval {interval:g}: 0.1 to 60 is needed")
-    with connected(endpoint) as client:
+    with connected(endpoint, taken(options, ClientSecurity)) as client:
         run(client, endpoint, interval, once=once)
 
 
@@ -58,11 +63,11 @@ def _bench(
     from tandem.bench.command import run
     from tandem.talk import connected
 
-    config = BenchConfig(**options)
+    security, config = taken(options, ClientSecurity), BenchConfig(**options)
     if not all(rate > 0 for rate in request_rate):
         raise StartupError("--request-rate: above 0 is needed")
-    with connected(endpoint):
-        run(endpoint, config, request_rate, json, plot)
+    with connected(endpoint, security):
+        run(endpoint, config, request_rate, json, plot, security)
 
 
 def _batch(
@@ -80,9 +85,9 @@ def _batch(
     from tandem.batch.command import run
     from tandem.talk import connected
 
-    config = BatchConfig(**options)
-    with connected(endpoint):
-        problem = run(endpoint, source, target, config)
+    security, config = taken(options, ClientSecurity), BatchConfig(**options)
+    with connected(endpoint, security):
+        problem = run(endpoint, source, target, config, security)
     if problem is not None:
         raise TandemError(problem)
 
@@ -90,6 +95,7 @@ def _batch(
 def _drain(
     worker: Annotated[str, typer.Argument(help="host:port of the worker group.")],
     timeout: Annotated[float, typer.Option(help="Seconds to wait, 0.1 to 86400; then the status is 1.")] = 60.0,
+    **options: Any,
 ) -> None:
     """Takes a worker out of service: its requests move to other workers, and it gets no new ones.
 
@@ -97,24 +103,24 @@ def _drain(
     """
     if not 0.1 <= timeout <= 86400:
         raise StartupError(f"--timeout {timeout:g}: 0.1 to 86400 is needed")
-    drain(worker, timeout)
+    drain(worker, timeout, taken(options, ClientSecurity))
     print(f"{worker} is drained: it may be stopped")
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     top_examples = examples("tandem top --interval 0.5", "tandem top --once")
-    app.command("top", cls=Command, rich_help_panel=USE, epilog=top_examples)(_top)
+    app.command("top", cls=Command, rich_help_panel=USE, epilog=top_examples)(with_parameters(_top, SECURITY))
     bench_examples = examples(
         "tandem bench --num-prompts 200 --max-concurrency 32",
         "tandem bench --request-rate 2 --request-rate 8 --json points.json --plot points.png",
     )
     app.command("bench", cls=Command, rich_help_panel=USE, epilog=bench_examples)(
-        with_parameters(_bench, parameters(BenchConfig))
+        with_parameters(_bench, [*parameters(BenchConfig), *SECURITY])
     )
     batch_examples = examples("tandem batch requests.jsonl results.jsonl")
     app.command("batch", cls=Command, rich_help_panel=USE, epilog=batch_examples)(
-        with_parameters(_batch, parameters(BatchConfig))
+        with_parameters(_batch, [*parameters(BatchConfig), *SECURITY])
     )
     drain_examples = examples("tandem drain 10.0.0.2:50052")
-    app.command("drain", cls=Command, rich_help_panel=RUN, epilog=drain_examples)(_drain)
+    app.command("drain", cls=Command, rich_help_panel=RUN, epilog=drain_examples)(with_parameters(_drain, SECURITY))

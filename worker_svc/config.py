@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import StartupError
+from shared.security import ServerSecurity, check_server
 from shared.settings import check_bounds
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -23,7 +24,7 @@ _COUNTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(ServerSecurity):
     """What `tandem worker` takes. Raises StartupError, naming the flag, for a value out of range."""
 
     model: str
@@ -34,6 +35,8 @@ class WorkerConfig:
     """Port to listen on; 0 takes a free one, which the ready line names."""
     metrics_port: int | None = None
     """Port of Prometheus metrics over HTTP, on the same host; None: there are none."""
+    health_port: int | None = None
+    """Port with nothing but the health service, in plain text, for probes that speak no TLS; None: there is none."""
     tensor_parallel: int = 1
     """Ranks that share the model, one process each."""
     expert_parallel: bool = False
@@ -59,7 +62,7 @@ class WorkerConfig:
     max_num_seqs: int | None = None
     """Slots of batch state: most sequences in flight at a time; None: 64 on a CPU, 256 on a GPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens that one plan may compute; None: 512 on a CPU, 3072 on a GPU."""
+    """Most tokens that one plan may compute; None: 512 on a CPU, on a GPU 3072, or 4096 of a model with experts."""
     max_model_len: int | None = None
     """Most tokens of one sequence; None takes the model's own limit."""
     attention: str = "auto"
@@ -81,7 +84,7 @@ class WorkerConfig:
             least = f"at least --max-num-seqs, {self.max_num_seqs}, is needed"
             raise StartupError(f"--max-num-batched-tokens {self.max_num_batched_tokens}: {least}")
         check_bounds(self, ("port",), 0, 65535)
-        check_bounds(self, ("metrics_port",), 1, 65535)
+        check_bounds(self, ("metrics_port", "health_port"), 1, 65535)
         check_bounds(self, ("drain_timeout", "load_seed"), 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it is above 0, at most 1")
@@ -92,10 +95,14 @@ class WorkerConfig:
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION)
+        check_server(self)
 
-    def batch_size(self, on_gpu: bool) -> tuple[int, int]:
-        """`max_num_seqs` and `max_num_batched_tokens`, chosen where they are not given: one row of each always fits."""
-        default_seqs, default_tokens = (256, 3072) if on_gpu else (64, 512)
+    def batch_size(self, on_gpu: bool, experts: bool) -> tuple[int, int]:
+        """`max_num_seqs` and `max_num_batched_tokens`, chosen where they are not given: one row of each always fits.
+
+        A large step reads all experts, which more tokens share.
+        """
+        default_seqs, default_tokens = (256, 4096 if experts else 3072) if on_gpu else (64, 512)
         seqs = self.max_num_seqs or min(default_seqs, self.max_num_batched_tokens or default_seqs)
         return seqs, self.max_num_batched_tokens or max(default_tokens, seqs)
 

@@ -5,7 +5,6 @@ import contextlib
 import shutil
 import signal
 import subprocess
-import tempfile
 from pathlib import Path
 
 from shared.errors import StartupError, TandemError
@@ -13,7 +12,11 @@ from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
 from shared.ports import require_free
 from shared.process import STARTUP_FAILED, exited, kill, spawn, stop_signals
+from shared.scratch import scratch_folder
+from shared.security import flag
 from shared.settings import to_json
+from shared.tls import server_credentials
+from shared.tokens import Tokens
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import check_model
 from worker_svc.progress import Cells, Watch, all_warm, create_cells
@@ -44,13 +47,13 @@ async def launch(config: WorkerConfig) -> None:
     """
     check_model(config, load_model_config(config.folder))
     require_free(config.host, config.port)
-    if config.metrics_port is not None:
-        require_free(config.host, config.metrics_port, port_flag="--metrics-port")
-    with (
-        stop_signals() as stopped,
-        tempfile.TemporaryDirectory(prefix="tandem-worker-", ignore_cleanup_errors=True) as name,
-    ):
-        folder = Path(name)
+    for name in ("metrics_port", "health_port"):
+        if getattr(config, name) is not None:
+            require_free(config.host, getattr(config, name), port_flag=flag(name))
+    server_credentials(config)  # what is wrong with a file is told here, before anything is loaded
+    if config.token_file is not None:
+        Tokens(config.token_file)
+    with stop_signals() as stopped, scratch_folder() as folder:
         cells = create_cells(folder / "progress", config.tensor_parallel)
         stats = create_stats(folder / "stats")
         if config.metrics_port is not None:

@@ -40,15 +40,15 @@ class TensorParallel:
     peers: "PeerMemory | None" = None
     """Of GPUs that reach each other's memory."""
 
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of rows [T, hidden] over the ranks, in place."""
         if self.size == 1:
-            return values
-        if self.peers is not None and self.peers.can_add(values):
-            self.peers.all_reduce(values)
+            return x
+        if self.peers is not None and self.peers.can_add(x):
+            self.peers.all_reduce(x)
         else:
-            dist.all_reduce(values)
-        return values
+            dist.all_reduce(x)
+        return x
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""
@@ -110,6 +110,9 @@ class TensorParallel:
             self.minimum(0)  # no rank ends while kernels of another one may write into its memory
         elif self.size > 1:
             dist.destroy_process_group()
+
+
+ALONE = TensorParallel()
 
 
 def join(rank: int, size: int, rendezvous: Path, device: torch.device) -> TensorParallel:

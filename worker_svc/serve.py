@@ -9,12 +9,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shared import __version__
-from shared.errors import StartupError
 from shared.model_config import ModelConfig, load_model_config
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.ports import address
 from shared.process import stop_signals
-from shared.rpc import make_server
+from shared.rpc import listen, make_server
+from shared.tls import server_credentials
+from shared.tokens import Authentication, Tokens
 from shared.types import WorkerDescription
 from worker_svc.config import WorkerConfig
 from worker_svc.model_checks import dtype_name
@@ -45,20 +46,24 @@ class WorkerServer:
         self._servicer = WorkerServicer(config.lease_timeout)
         self._health = health.aio.HealthServicer()
         self._threads: StepThreads | None = None
-        self._server = make_server(share_port=False)
+        self._credentials = server_credentials(config)
+        interceptors = [] if config.token_file is None else [Authentication(Tokens(config.token_file), ())]
+        self._server = make_server(share_port=False, interceptors=interceptors)
+        self._health_server = make_server(share_port=False)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for server in (self._server, self._health_server):
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> int:
         """Listens; gives the port. Raises StartupError where the address can't be had."""
-        where = address(self._config.host, self._config.port)
-        try:
-            port = self._server.add_insecure_port(where)
-        except RuntimeError:
-            raise StartupError(f"can't listen on {where}: is the port taken?") from None
+        config = self._config
+        port = listen(self._server, config.host, config.port, self._credentials)
+        if config.health_port is not None:
+            listen(self._health_server, config.host, config.health_port)
         await self._update_health()
         await self._server.start()
+        await self._health_server.start()
         return port
 
     async def load(self, rendezvous: Path) -> WorkerDescription:
@@ -113,7 +118,7 @@ class WorkerServer:
 
     async def stop(self) -> None:
         """Ends what is still open, and the other ranks."""
-        await self._server.stop(grace=0.5)
+        await asyncio.gather(self._server.stop(grace=0.5), self._health_server.stop(grace=0.5))
         if self._threads is not None:
             await asyncio.to_thread(self._threads.close)
 

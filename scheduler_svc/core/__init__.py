@@ -1,6 +1,6 @@
 """The pure scheduler core: no I/O, clock, randomness, logging or protobuf. Its callers need only these names.
 
-To read it: request (what lives), batch, prefix, blocks and group (what a worker group holds), planner with
+To read it: request (what lives), turns, batch, prefix, blocks and group (what a worker group holds), planner with
 reservation, draft, placement and admission (how a plan comes about), results and quarantine (what comes back),
 lifecycle and scheduler (the verbs), cache_watch (who follows the cache), invariants (what is always true).
 """
@@ -10,10 +10,9 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.outputs import Counters, Ended, GroupLoad, Load, RequeueCause, StepOutputs
 from scheduler_svc.core.prefix import CacheChange, HashedBlock
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.scheduler import RETRY_AFTER_MS, Scheduler
+from scheduler_svc.core.scheduler import Scheduler
 
 __all__ = [
-    "RETRY_AFTER_MS",
     "CacheChange",
     "CacheChanges",
     "CacheWatch",

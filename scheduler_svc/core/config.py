@@ -21,6 +21,8 @@ class CoreConfig:
     """Most tokens that one plan computes. At least max_num_seqs, so that no decode row ever waits."""
     max_queue: int = 4096
     """Most sequences that wait for admission; further ones are refused."""
+    max_queue_tokens: int = 1 << 24
+    """Most known tokens of all that wait; whoever finds nobody waiting is taken whatever its length."""
     look_past_steps: int = 64
     """How many steps may admit others past a waiting sequence that does not fit."""
     max_plan_bytes: int = 1 << 20
@@ -29,7 +31,8 @@ class CoreConfig:
     """Seed of the prefix cache's hash, 64 bits, drawn at random by each process."""
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary_size", "max_model_length", "block_size", "max_num_seqs", "max_queue"):
+        names = ("vocabulary_size", "max_model_length", "block_size", "max_num_seqs", "max_queue", "max_queue_tokens")
+        for name in names:
             if getattr(self, name) < 1:
                 raise StartupError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -28,6 +28,8 @@ def _check_registry(life: Lifecycle, groups: Mapping[int, Group]) -> None:
     assert sorted(waiting, key=lambda sequence: sequence.rank) == waiting, "the queue is not in order"
     assert all(sequence.state is State.WAITING and not sequence.table for sequence in waiting), "waiting, not idle"
     assert all(sequence.state is State.RUNNING for sequence in running), "in a batch, not running"
+    assert life.queue.turns.waiting == Counter(sequence.request.priority for sequence in waiting), "who waits for turns"
+    assert life.queue.tokens == sum(sequence.waiting_length for sequence in waiting), "tokens of the queue"
     live = {sequence.request.key: sequence for sequence in waiting + running}
     assert len(live) == len(waiting) + len(running) and live == life.by_key, "registry, queue and batches disagree"
     by_id = [key for samples in life.by_id.values() for key in samples.values()]

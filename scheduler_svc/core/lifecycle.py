@@ -27,10 +27,11 @@ class Lifecycle:
         request = sequence.request
         self.by_key[request.key] = sequence
         self.by_id.setdefault(request.request_id, {})[request.sample_index] = request.key
-        self.queue.add(sequence)
+        self.queue.begin(sequence)
 
     def start(self, sequence: Sequence, cached: int) -> None:
         """It leaves the queue for a group that has its first `cached` tokens; its caller is told the first time."""
+        self.queue.turns.served(sequence.request.priority, sequence.turn)
         self.queue.remove(sequence)
         self.counters.admissions += 1
         if not sequence.started:

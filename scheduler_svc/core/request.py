@@ -10,6 +10,9 @@ from scheduler_svc.core.prefix import HashedBlock, Parent
 from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import NO_INTS, IntArray, RowSampling
 
+MOST_OUTPUT_COUNTED = 1024
+"""Of a request's max_tokens, in what it costs its client: most outputs end sooner, whatever was allowed."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -53,6 +56,8 @@ class Request:
     """Requests with different salts never share blocks."""
     priority: int = 0
     """Smaller is more important."""
+    client: str = ""
+    """Who asks: clients of one priority take turns. The same for all where nobody is told apart."""
     constrained: bool = False
     """Samples only where the caller told the allowed tokens (mask_ready)."""
     again: bool = False
@@ -102,7 +107,7 @@ class Sequence:
 
     request: Request
     arrival: int
-    """Number of its submit: equal priorities are served in this order, also after a preemption."""
+    """Number of its submit: a client's equal priorities are served in this order, also after a preemption."""
     limit: int
     """Tokens of prompt and output at which it ends by length."""
     output: IntArray
@@ -112,6 +117,8 @@ class Sequence:
     stop_ids: frozenset[int]
     """The request's stop tokens."""
     state: State = State.WAITING
+    turn: int = 0
+    """Its place among the clients of its priority; see turns."""
     hashed: list[HashedBlock] = field(default_factory=list)
     """Digests of its leading full blocks, as far as they were needed."""
     passed: int = 0
@@ -147,9 +154,14 @@ class Sequence:
         self.prompt_logprobs_from = max(1, request.prompt_logprobs_received) if wanted else len(request.prompt)
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, int, int]:
         """Smaller is more important."""
-        return (self.request.priority, self.arrival)
+        return (self.request.priority, self.turn, self.arrival)
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it counts for among clients, while it waits: nobody knows yet how long its output becomes."""
+        return self.waiting_length + min(self.limit - self.waiting_length, MOST_OUTPUT_COUNTED)
 
     @property
     def waiting_length(self) -> int:

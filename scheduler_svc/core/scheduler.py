@@ -20,9 +20,6 @@ from scheduler_svc.core.results import apply_result
 from shared.errors import DuplicateRequest, InvalidRequest, ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.types import FinishReason, StepPlan, StepResult
 
-RETRY_AFTER_MS = 1000
-"""Hint for who finds the queue full."""
-
 
 class Scheduler:
     """Sequences in, plans out, results in, tokens out."""
@@ -112,8 +109,8 @@ class Scheduler:
         assert request.key not in self._life.by_key, f"key {request.key} is used twice"
         if request.sample_index in self._life.by_id.get(request.request_id, ()):
             raise DuplicateRequest(f"request_id: {request.request_id!r} is the id of a live request")
-        if len(self._life.queue) >= self.config.max_queue and not request.again:
-            raise QueueFull(f"{len(self._life.queue)} requests are waiting already: try again later", RETRY_AFTER_MS)
+        if not request.again:
+            self._require_room(len(request.prompt) + len(request.output))
         self._arrivals += 1
         sequence = Sequence(
             request=request,
@@ -125,6 +122,13 @@ class Scheduler:
         )
         self._life.begin(sequence)
         self._end_if_over(sequence)
+
+    def _require_room(self, tokens: int) -> None:
+        queue = self._life.queue
+        if len(queue) >= self.config.max_queue:
+            raise QueueFull(f"{len(queue)} requests are waiting already: try again later")
+        if len(queue) and queue.tokens + tokens > self.config.max_queue_tokens:
+            raise QueueFull(f"{queue.tokens} tokens of requests are waiting already: try again later")
 
     def _end_if_over(self, sequence: Sequence) -> None:
         output = sequence.output
@@ -140,6 +144,14 @@ class Scheduler:
             return False
         self._life.forget(sequence)
         self._life.outbox.drop(key)
+        return True
+
+    def expire(self, key: int, error: TandemError) -> bool:
+        """Ends the sequence with the error if it was never admitted; whether it was so."""
+        sequence = self._life.by_key.get(key)
+        if sequence is None or sequence.started:
+            return False
+        self._life.end(sequence, error)
         return True
 
     def keys_of(self, request_id: str) -> list[int]:

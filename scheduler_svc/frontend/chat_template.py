@@ -5,7 +5,6 @@ while they meet is an error of the request, and rendering is bounded in time and
 """
 
 import json
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -16,11 +15,14 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from scheduler_svc.frontend.template_sandbox import Budget, TemplateSandbox, bounded, budget
 from shared.errors import InvalidRequest, StartupError
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "_tick"})
+MOST_INDENT = 16
+MOST_WORK = 16
+"""Times the longest prompt: how much text a template may make on its way to one."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -47,20 +49,14 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. Takes at most `timeout` seconds. Raises InvalidRequest with the template's message."""
         template = self._template(with_tools=tools is not None)
-        deadline = time.monotonic() + timeout
-
-        def tick() -> str:
-            if time.monotonic() > deadline:
-                raise jinja2.TemplateRuntimeError(f"rendering took longer than {timeout:g} s")
-            return ""
-
         given = {
             "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        pieces = template.generate(**{**self._special_tokens, **variables, **given, "_tick": tick})
+        budget.set(Budget(timeout, MOST_WORK * max_bytes))
+        pieces = template.generate(**{**self._special_tokens, **variables, **given})
         try:
             return _join(pieces, max_bytes)
         except InvalidRequest:
@@ -111,11 +107,11 @@ def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> TemplateSandbox:
+    environment = TemplateSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, _LoopTicks, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = bounded("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
@@ -129,6 +125,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which a model was never trained on."""
+    if (indent or 0) > MOST_INDENT or len("".join(separators or ())) > MOST_INDENT:
+        raise jinja2.TemplateRuntimeError(f"tojson indents and separates by at most {MOST_INDENT} characters")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

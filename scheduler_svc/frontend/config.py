@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.security import ServerSecurity
+
 
 @dataclass(frozen=True, slots=True)
-class FrontendConfig:
+class FrontendConfig(ServerSecurity):
     """Settings of one frontend; travels to its process as JSON."""
 
     model: Path
@@ -13,11 +15,13 @@ class FrontendConfig:
     core_socket: Path
     """Unix socket that the core listens on."""
     host: str = "127.0.0.1"
-    """Address of both ports."""
+    """Address to listen on."""
     port: int = 0
-    """Port that all frontends share; 0 means none. The parent checks that nobody else has it."""
-    own_port: int = 0
-    """Port of this frontend alone, where the parent asks for its health; 0 means any free one."""
+    """Port that all frontends share; 0 means any free one. The parent checks that nobody else has it."""
+    health_port: int | None = None
+    """Port with nothing but the health service, in plain text, shared too; None: there is none."""
+    own_health_port: int = 0
+    """The same on 127.0.0.1 for this frontend alone: where the parent asks; 0 means any free one."""
     model_name: str | None = None
     """Name told to clients; None means the model folder's."""
     use_generation_config: bool = True
@@ -34,6 +38,12 @@ class FrontendConfig:
     """Seconds that requests wait for a core that is away; then they end UNAVAILABLE."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
+    max_connections: int | None = None
+    """Most connections to each port; None: as many as the process may open files, but for some that it needs itself."""
+    read_timeout: float = 60.0
+    """Seconds that a client may leave a message of its stream untaken; then the stream ends."""
+    fair_by: str | None = None
+    """By what clients are told apart that take turns: peer, token or a metadata key; None: by nothing."""
     metrics_socket: Path | None = None
     """Unix socket where the parent takes metrics; None: nobody wants them."""
     otlp_endpoint: str | None = None

@@ -15,11 +15,17 @@ from scheduler_svc.frontend.logprobs import SampleLogprobs
 from scheduler_svc.frontend.stop_strings import StopStrings
 from scheduler_svc.frontend.timeline import Timeline
 from scheduler_svc.frontend.vocabulary import Vocabulary
-from shared.errors import ProtocolError, RequestFailed, TandemError
+from shared.errors import LimitExceeded, ProtocolError, RequestFailed, TandemError
 from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
 from shared.rpc import error_from_status
 from shared.wire import unpack
+
+MOST_UNREAD_BYTES = 16 << 20
+"""Most output of a call that waits for its client: 262,144 tokens, so more than one sample may have; with logprobs, or
+of many samples, fewer."""
+_TOKEN_BYTES = 64
+"""What a token without logprobs takes, as measured."""
 
 
 class Sample:
@@ -44,6 +50,7 @@ class Sample:
         self._stop_token_ids = frozenset(unpack(submission.stop_token_ids).tolist())
         self._cached_tokens: int | None = None
         self._is_new = True
+        self._unread_bytes = 0
         self._detokenizer = detokenizer
         self._call = call
         stop = detokenizer.skip(self.output)
@@ -65,12 +72,16 @@ class Sample:
             self._call.has_news(self)
 
     def push(self, token_id: int, logprobs: bytes = b"") -> bool:
-        """The core sampled a token. Whether the sample wants more: not after its stop string, nor what is not its own."""
+        """The core sampled a token. Whether the sample wants more: not after its stop string, nor of what is none."""
         try:
             self.logprobs.push(token_id, logprobs)
         except ProtocolError as error:
             self.failed(RequestFailed(str(error)))  # it alone: a core that took its place would do the same
             return False
+        size = _TOKEN_BYTES + len(logprobs)
+        if not self._call.has_room(size):
+            return False
+        self._unread_bytes += size
         self.output.append(token_id)
         if token_id in self._stop_token_ids and len(self.output) > self.submission.min_tokens:
             self._detokenizer.push_stop(token_id)
@@ -112,6 +123,8 @@ class Sample:
         if self.logprobs.has_prompt:
             self._call.has_news(self)
             return response
+        self._call.was_read(self._unread_bytes)
+        self._unread_bytes = 0
         response.text, token_ids = self._detokenizer.take()
         response.token_ids.extend(token_ids)
         response.logprobs.extend(self.logprobs.take(len(token_ids)))
@@ -142,6 +155,7 @@ class Generation:
         self._wake = asyncio.Event()
         self._error: TandemError | None = None
         self._first: pb.GenerateResponse | None = first
+        self._unread_bytes = 0
         stops = StopStrings.build(request.stopping.stop)
         skip, include = skips_special_tokens(request), request.output.include_stop_str_in_output
         least = request.stopping.min_tokens
@@ -161,6 +175,18 @@ class Generation:
         """The sample has something for the client."""
         self._news[sample] = None
         self._wake.set()
+
+    def has_room(self, size: int) -> bool:
+        """Makes room for so many bytes of output; where there is none, the call ends after what has gathered."""
+        if self._unread_bytes + size > MOST_UNREAD_BYTES:
+            self.fail(LimitExceeded(f"the client has not read {self._unread_bytes} bytes of output: no more are kept"))
+            return False
+        self._unread_bytes += size
+        return True
+
+    def was_read(self, size: int) -> None:
+        """The writer has taken so many bytes of them."""
+        self._unread_bytes -= size
 
     def fail(self, error: TandemError) -> None:
         """Ends the call with an error, after what has gathered; the first one counts."""

@@ -36,12 +36,30 @@ from scheduler_svc.snapshots import push
 from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
 from shared.pb import generation_pb2_grpc
-from shared.ports import address
-from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
-from shared.rpc import make_server
+from shared.ports import LOOPBACK
+from shared.process import STARTUP_FAILED, die_with_parent, raise_file_limit, stop_signals
+from shared.rpc import listen, make_server
 from shared.settings import from_json
 from shared.telemetry import configure_logging
+from shared.tls import server_credentials
+from shared.tokens import Authentication, Tokens
 
+OPERATORS_ONLY = (
+    "/tandem.v1.GenerationService/GetStats",
+    f"/{VLLM_ENGINE}/SubscribeKvEvents",
+    f"/{VLLM_ENGINE}/FlushCache",
+)
+"""They tell of all tenants, or act on all."""
+
+OWN_FILES = 128
+"""Files and sockets that a frontend needs itself, and a bit more."""
+MAX_CONCURRENT_STREAMS = 10_000
+"""On one connection; further calls wait at the client."""
+MAX_PENDING_CALLS = 20_000
+"""That have come and were not looked at yet. gRPC's own bounds, from 1,000 on by chance and 3,000 surely, would end a
+burst of calls as CANCELLED, as if their clients had left; what is looked at is refused with a reason and a hint."""
+MOST_BESIDE_PROMPT = 4 << 20
+"""Bytes of a message beside the text of its prompt: keys, schemas, token ids."""
 _CLOSING_SECONDS = 0.5
 """For what is no Generate call, health watchers for instance, after the last stream has finished."""
 
@@ -63,17 +81,33 @@ class Frontend:
         tokenizer = GrammarTokenizer(*tokens, model.vocabulary_size, model.eos_token_ids)
         self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, model.name)
-        self.service = GenerationService(model, defaults, self._prompts, self._grammars, self.link, self._tracing)
+        parts = self._prompts, self._grammars, self.link, self._tracing
+        self.service = GenerationService(model, defaults, *parts, fair_by=config.fair_by)
         thinks = self._prompts.thoughts.end is not None
         self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health, thinks=thinks)
+        self._credentials = server_credentials(config)
         self._server = self._make_server()
+        self._health_server = make_server(share_port=True)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._health_server)
         self._tasks: list[asyncio.Task[None]] = []
-        self.own_port = 0
-        """Port of this frontend alone, known after start()."""
+        self.port = 0
+        """Where clients are served, known after start()."""
 
     def _make_server(self) -> aio.Server:
         age = round(self._config.max_connection_age * 1000)
-        server = make_server(share_port=True, options=[("grpc.max_connection_age_ms", age)])
+        options = [
+            ("grpc.max_connection_age_ms", age),
+            ("grpc.max_allowed_incoming_connections", self._config.max_connections or _files_for_connections()),
+            ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+            # Its length is known before a message is read: one that is too long costs nothing.
+            ("grpc.max_receive_message_length", self._config.max_prompt_bytes + MOST_BESIDE_PROMPT),
+        ]
+        tokens = self._config.token_file
+        interceptors = [] if tokens is None else [Authentication(Tokens(tokens), OPERATORS_ONLY)]
+        read_timeout = self._config.read_timeout
+        server = make_server(share_port=True, interceptors=interceptors, options=options, read_timeout=read_timeout)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.service, server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
@@ -83,26 +117,22 @@ class Frontend:
 
     async def start(self) -> None:
         """Listens and connects to the core. Raises StartupError if a port is taken."""
-        self.own_port = self._listen(self._config.own_port)
-        if self._config.port:
-            self._listen(self._config.port)
+        config = self._config
+        self.port = listen(self._server, config.host, config.port, self._credentials)
+        listen(self._health_server, LOOPBACK, config.own_health_port)
+        if config.health_port is not None:
+            listen(self._health_server, config.host, config.health_port)
         for background in (self.link.run(), self._health.run()):
             self._run(background)
         self._telling = asyncio.create_task(push(self._config.metrics_socket, self._metrics))
         await self._server.start()
+        await self._health_server.start()
         gc.freeze()  # what the start has made lives as long as the process: no collection needs to look at it
-        _log.info("frontend listens", host=self._config.host, port=self._config.port, own_port=self.own_port)
+        _log.info("frontend listens", host=config.host, port=self.port, tls=self._credentials is not None)
 
     def _metrics(self) -> Iterator[Metric]:
         yield from process_metrics("frontend")
         yield from frontend_metrics(self.service.counts, self.link)
-
-    def _listen(self, port: int) -> int:
-        where = address(self._config.host, port)
-        try:
-            return int(self._server.add_insecure_port(where))
-        except RuntimeError:
-            raise StartupError(f"can't listen on {where}: is the port taken?") from None
 
     def _run(self, background: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(background))
@@ -120,13 +150,20 @@ class Frontend:
             await asyncio.wait_for(self.service.drain(), self._config.drain_timeout)
         except TimeoutError:
             self.link.fail_all(Unavailable("this server shuts down; resume on another"))
-        await self._server.stop(_CLOSING_SECONDS)
+        await asyncio.gather(self._server.stop(_CLOSING_SECONDS), self._health_server.stop(_CLOSING_SECONDS))
         for task in (*self._tasks, self._telling):
             task.cancel()
         await asyncio.gather(*self._tasks, self._telling, return_exceptions=True)
         await asyncio.to_thread(self._tracing.close)
         self._prompts.close()
         self._grammars.close()
+
+
+def _files_for_connections() -> int:
+    files = raise_file_limit()
+    if files <= OWN_FILES:
+        raise StartupError(f"only {files} open files are allowed (ulimit -Hn): {OWN_FILES + 1} and more are needed")
+    return files - OWN_FILES
 
 
 async def serve(config: FrontendConfig) -> None:

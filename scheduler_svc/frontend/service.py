@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from scheduler_svc.frontend.bounds import checked_ids
+from scheduler_svc.frontend.clients import client_of
 from scheduler_svc.frontend.constraint import Constraint, MinTokens
 from scheduler_svc.frontend.core_link import CoreLink
 from scheduler_svc.frontend.generation import Generation, skips_special_tokens
@@ -26,6 +27,7 @@ from shared.model_config import ModelConfig, SamplingDefaults
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
 from shared.rpc import REQUEST_ID
+from shared.tokens import caller
 from shared.types import IntArray
 from shared.wire import unpack
 
@@ -41,14 +43,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         grammars: GrammarCompiler,
         link: CoreLink,
         tracing: Tracing,
+        fair_by: str | None = None,
     ) -> None:
-        """`defaults` answer where a request is silent about sampling."""
+        """`defaults` answer where a request is silent about sampling; `fair_by` tells clients apart, see clients."""
         self._model = model
         self._defaults = defaults
         self._prompts = prompts
         self._grammars = grammars
         self._link = link
         self._tracing = tracing
+        self._fair_by = fair_by
         self.counts = RequestCounts()
         self._draining = False
         self._idle = asyncio.Event()
@@ -64,13 +68,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
         self._refuse_if_draining()
         trace = self._tracing.begin(context.invocation_metadata())
-        record = Record(request.request_id or uuid.uuid4().hex, trace, self.counts)
+        request_id = request.request_id or uuid.uuid4().hex
+        record = Record(caller.get().scoped(request_id), trace, self.counts)
         self.live += 1
         self._idle.clear()
         try:
-            generation = await self._start(request, record)
+            generation = await self._start(request, request_id, record, client_of(context, self._fair_by))
             try:
-                await context.send_initial_metadata(((REQUEST_ID, record.request_id.encode()),))
+                await context.send_initial_metadata(((REQUEST_ID, request_id.encode()),))
                 while (response := await generation.next()) is not None:
                     record.count(response)
                     yield response
@@ -91,15 +96,18 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if self._draining:
             raise Unavailable("this server shuts down; try another")
 
-    async def _start(self, request: pb.GenerateRequest, record: Record) -> Generation:
+    async def _start(self, request: pb.GenerateRequest, request_id: str, record: Record, client: str) -> Generation:
         model = await self._link.ready()
         check_request(request, model)
+        request.cache_salt = caller.get().scoped(request.cache_salt)
         prompt = await self._prompt(request, model)
         seed = request.sampling.seed if request.sampling.HasField("seed") else random_seed()
         bad_words = await self._prompts.encode_words(request.sampling.bad_words)
         samples = submissions(request, record.request_id, seed, prompt, bad_words, model, self._defaults)
+        for submission in samples:
+            submission.client = client
         constraints = await self._constraints(request, prompt, samples, model) if samples[0].constrained else ()
-        first = pb.GenerateResponse(request_id=record.request_id, seed=seed)
+        first = pb.GenerateResponse(request_id=request_id, seed=seed)
         if request.output.echo and not request.output_token_ids.ids:
             first.echo.text = await self._prompts.decode(prompt.tolist(), skips_special_tokens(request))
             first.echo.token_ids.extend(prompt.tolist())
@@ -132,7 +140,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidRequest("request_id", "must not be empty")
-        return pb.AbortResponse(found=await self._link.abort(request.request_id))
+        return pb.AbortResponse(found=await self._link.abort(caller.get().scoped(request.request_id)))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         if request.WhichOneof("prompt") is None:

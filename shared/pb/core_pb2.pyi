@@ -143,6 +143,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CONSTRAINED_FIELD_NUMBER: _builtins.int
     AGAIN_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_RECEIVED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's own number for it, unique on this connection."""
@@ -168,6 +169,8 @@ class Submit(_message.Message):
     """The sequence samples only where a MaskReady told the allowed tokens."""
     again: _builtins.bool
     """An earlier core had accepted it: a full queue does not refuse it."""
+    client: _builtins.str
+    """Who asks: clients of one priority take turns. Empty where nobody is told apart."""
     prompt_logprobs_received: _builtins.int
     """Tokens of the prompt whose logprobs came from an earlier core."""
     @_builtins.property
@@ -190,11 +193,12 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         constrained: _builtins.bool = ...,
         again: _builtins.bool = ...,
+        client: _builtins.str = ...,
         prompt_logprobs_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "cache_salt", b"cache_salt", "constrained", b"constrained", "handle", b"handle", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_received", b"prompt_logprobs_received", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "cache_salt", b"cache_salt", "client", b"client", "constrained", b"constrained", "handle", b"handle", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_received", b"prompt_logprobs_received", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ killed has no line, and is computed by the next run.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shared.errors import QueueFull, StartupError, TandemError, Unavailable
+from shared.errors import StartupError, TandemError, Unavailable
+from shared.security import PLAIN, ClientSecurity
 from tandem.async_client import AsyncClient
 from tandem.batch.answers import error_of, response_of
 from tandem.batch.bodies import work_of
@@ -28,7 +30,7 @@ PATIENCE_S = 300.0
 """How long a service may be away, no request ending meanwhile, before the run ends."""
 
 
-def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str | None:
+def run(endpoint: str, source: Path, target: Path, config: BatchConfig, security: ClientSecurity = PLAIN) -> str | None:
     """Computes a batch; what the caller must hear if not every request succeeded.
 
     Raises StartupError for a bad file, Unavailable where the service is not there or stays away, TandemError after
@@ -39,7 +41,7 @@ def run(endpoint: str, source: Path, target: Path, config: BatchConfig) -> str |
         if strangers := journal.done - ids:
             raise StartupError(f"{target}: has {min(strangers)!r}, {source} has not; give another output file")
         try:
-            asyncio.run(_Batch(endpoint, source, journal, len(ids), config).run())
+            asyncio.run(_Batch(endpoint, source, journal, len(ids), config, security).run())
         except Unavailable as error:
             raise Unavailable(f"{error}; {_left(ids, journal)}") from None
         except KeyboardInterrupt:
@@ -55,8 +57,17 @@ def _left(ids: set[str], journal: Journal) -> str:
 
 
 class _Batch:
-    def __init__(self, endpoint: str, source: Path, journal: Journal, total: int, config: BatchConfig) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        source: Path,
+        journal: Journal,
+        total: int,
+        config: BatchConfig,
+        security: ClientSecurity,
+    ) -> None:
         self._endpoint = endpoint
+        self._security = security
         self._source = source
         self._journal = journal
         self._total = total
@@ -68,7 +79,10 @@ class _Batch:
 
     async def run(self) -> None:
         """Returns when the journal has every line."""
-        async with AsyncClient(self._endpoint.split(","), resume_timeout=PATIENCE_S) as client:
+        endpoints = self._endpoint.split(",")
+        async with AsyncClient(
+            endpoints, security=self._security, resume_timeout=PATIENCE_S, queue_timeout=math.inf
+        ) as client:
             self._model_name = (await client.model_info()).model_name
             left = (request for request in requests(self._source) if request.custom_id not in self._journal.done)
             with self._progress() as show:
@@ -122,12 +136,10 @@ class _Batch:
         return response_of(request, self._model_name, completions)
 
     async def _complete(self, client: AsyncClient, prompt: Any, options: dict[str, Any]) -> Completion:
-        """Waits for room in the queue, and for a service that is away: raises Unavailable only if it stays away."""
+        """Waits for a service that is away: raises Unavailable only if it stays away."""
         while True:
             try:
                 return await client.complete(prompt, **options)
-            except QueueFull as error:
-                await asyncio.sleep(max(error.retry_after_ms / 1e3, RETRY_S))
             except Unavailable:
                 if time.monotonic() - self._succeeded > PATIENCE_S:
                     raise

@@ -1,8 +1,10 @@
-"""A process of streaming clients: `python -m tandem.bench.client ENDPOINT START CONCURRENCY OUTPUT < ITEMS`.
+"""A process of streaming clients: `python -m tandem.bench.client ENDPOINT SECURITY START CONCURRENCY OUTPUT < ITEMS`.
 
-Reads requests as JSON, [[prompt, output length, arrival], ...], begins each `arrival` seconds after START on the system
-clock, at most CONCURRENCY at a time, and writes when their messages came; a byte on standard output for each that has
-ended. ENDPOINT may be several with commas. Prompts are folded into the model's vocabulary.
+Connects, reads requests as JSON, [[prompt, output length, arrival], ...], and creates OUTPUT: it is ready. Once the
+file START is there, which holds a time of the system clock, it begins each request `arrival` seconds after that, at
+most CONCURRENCY at a time, and writes when their messages came; a byte on standard output for each that has ended.
+ENDPOINT may be several with commas; SECURITY is a ClientSecurity as JSON. Prompts are folded into the model's
+vocabulary.
 
 OUTPUT holds arrays: `arrival`, `late` (how long after it the request was sent), `first`, `last` (system clock),
 `tokens` and `prompts` (tokens) of each stream that ended well, `gaps` between messages of a stream, `times` and
@@ -14,13 +16,18 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import uvloop
 
 from shared.errors import TandemError
+from shared.security import ClientSecurity
+from shared.settings import from_json
 from tandem.async_client import AsyncClient
 from tandem.bench.work import TEMPERATURE
+
+_POLL_S = 0.005
 
 
 @dataclass(slots=True)
@@ -42,17 +49,25 @@ class Seen:
         np.savez(output, errors=np.array(self.errors, dtype=np.str_), **streams, **others)  # type: ignore[arg-type]
 
 
-async def main(endpoint: str, start: float, concurrency: int, output: str) -> None:
+async def main(endpoint: str, security: ClientSecurity, start_file: Path, concurrency: int, output: str) -> None:
     """Returns when every stream has ended."""
-    # Without resuming: a benchmark that hides a loss measures something else.
-    async with AsyncClient(endpoint.split(","), resume_timeout=0) as client:
+    # Without trying again: a benchmark that hides a loss or a refusal measures something else.
+    async with AsyncClient(endpoint.split(","), security=security, resume_timeout=0, queue_timeout=0) as client:
         size = (await client.model_info()).vocabulary_size
         seen, room = Seen(), asyncio.Semaphore(concurrency)
-        items = [
-            ([token % size for token in prompt], length, start + wait) for prompt, length, wait in json.load(sys.stdin)
-        ]
+        offered = [([token % size for token in prompt], length, wait) for prompt, length, wait in json.load(sys.stdin)]
+        start = await asyncio.to_thread(_until_told, start_file, Path(output))
+        items = [(prompt, length, start + wait) for prompt, length, wait in offered]
         await asyncio.gather(*(_one(client, *item, seen, room) for item in items))
         seen.save(output)
+
+
+def _until_told(start_file: Path, output: Path) -> float:
+    """Says that this process is ready; when it starts."""
+    output.touch()
+    while not start_file.exists():
+        time.sleep(_POLL_S)
+    return float(start_file.read_text(encoding="utf-8"))
 
 
 async def _one(
@@ -90,4 +105,5 @@ async def _read(client: AsyncClient, prompt: list[int], length: int, arrival: fl
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    _, endpoint, security, start_file, concurrency, output = sys.argv
+    uvloop.run(main(endpoint, from_json(ClientSecurity, security), Path(start_file), int(concurrency), output))

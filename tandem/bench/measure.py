@@ -15,12 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import RequestFailed
+from shared.security import PLAIN, ClientSecurity
+from shared.settings import to_json
 from tandem.bench.work import Item
 
 Floats: TypeAlias = NDArray[np.float64]
 
-_LEAD_S = 3.0  # until all clients have started and connected
+_LEAD_S = 0.1  # from when all clients are ready
+_POLL_S = 0.01
 _LATE_S = 0.02  # what a client that starts in time keeps
+_CLIENT_FAILED = "a client process failed: see its message above"
 _COLUMNS = ("arrival", "late", "first", "last", "tokens", "prompts", "gaps", "times", "counts")
 
 
@@ -72,11 +76,20 @@ class Measured:
 
 
 def start_client(
-    endpoint: str, start: float, output: Path, items: list[Item], concurrency: int, progress: int = subprocess.DEVNULL
+    endpoint: str,
+    start: Path,
+    output: Path,
+    items: list[Item],
+    concurrency: int,
+    progress: int = subprocess.DEVNULL,
+    security: ClientSecurity = PLAIN,
 ) -> "subprocess.Popen[bytes]":
-    """A process of tandem.bench.client with these requests; `progress` is its standard output."""
-    command = [sys.executable, "-m", "tandem.bench.client", endpoint, str(start), str(concurrency), str(output)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=progress)
+    """A process of tandem.bench.client with these requests, which waits for the file `start`; `progress` is its
+    standard output."""
+    arguments = [endpoint, to_json(security), str(start), str(concurrency), str(output)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem.bench.client", *arguments], stdin=subprocess.PIPE, stdout=progress
+    )
     assert process.stdin is not None
     process.stdin.write(json.dumps([(item.prompt, item.output_length, item.arrival) for item in items]).encode())
     process.stdin.close()
@@ -91,6 +104,7 @@ def measure(
     goals: Goals,
     concurrency: int | None = None,
     progress: Callable[[int], None] = lambda ended: None,
+    security: ClientSecurity = PLAIN,
 ) -> Measured:
     """Offers the requests from so many processes, at most `concurrency` at a time over all of them.
 
@@ -99,24 +113,46 @@ def measure(
     """
     clients = min(clients, len(items), concurrency or len(items))
     with TemporaryDirectory() as scratch:
-        start = time.time() + _LEAD_S
+        start_file = Path(scratch) / "start"
         outputs = [Path(scratch) / f"{number}.npz" for number in range(clients)]
         reading, writing = os.pipe()
         readers = [
-            start_client(endpoint, start, output, items[number::clients], _share(concurrency, clients, number), writing)
+            start_client(
+                endpoint,
+                start_file,
+                output,
+                items[number::clients],
+                _share(concurrency, clients, number),
+                writing,
+                security,
+            )
             for number, output in enumerate(outputs)
         ]
         os.close(writing)
         try:
             with open(reading, "rb", buffering=0) as ended:
+                start = _start_all(readers, outputs, start_file)
                 while dots := ended.read(4096):
                     progress(len(dots))
             if sum(abs(reader.wait()) for reader in readers):
-                raise RequestFailed("a client process failed: see its message above")
+                raise RequestFailed(_CLIENT_FAILED)
         finally:
             for reader in readers:
                 reader.kill()
         return _measured(what, start, goals, [np.load(output) for output in outputs])
+
+
+def _start_all(readers: "list[subprocess.Popen[bytes]]", outputs: list[Path], start_file: Path) -> float:
+    """When they start, which they are told once all are ready. Raises RequestFailed where one ends before."""
+    while not all(output.exists() for output in outputs):
+        if any(reader.poll() is not None for reader in readers):
+            raise RequestFailed(_CLIENT_FAILED)
+        time.sleep(_POLL_S)
+    start = time.time() + _LEAD_S
+    written = start_file.with_suffix(".new")
+    written.write_text(str(start), encoding="utf-8")
+    written.rename(start_file)
+    return start
 
 
 def _share(concurrency: int | None, clients: int, number: int) -> int:

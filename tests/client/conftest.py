@@ -35,7 +35,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         async with serving(self._model, lambda submit: self.answer(submit)) as served:
             self.core = served.core
-            self.endpoint = f"127.0.0.1:{served.frontend.own_port}"
+            self.endpoint = f"127.0.0.1:{served.frontend.port}"
             self._ready.set()
             await self._stop.wait()
 

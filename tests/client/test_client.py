@@ -160,15 +160,25 @@ def test_an_aborted_request_raises(server: Server) -> None:
 
 
 def test_errors_are_typed_and_carry_the_server_s_message(server: Server) -> None:
-    refusals = iter([failed(8, "queue full", 700), failed(6, "live"), failed(14, "no worker"), failed(13, "NaN")])
+    refusals = iter(
+        [
+            failed(8, "queue full", 700),
+            failed(8, "not read"),
+            failed(6, "live"),
+            failed(14, "no worker"),
+            failed(13, "NaN"),
+        ]
+    )
     server.answer = lambda submit: ((), next(refusals))
-    with Client(server.endpoint, resume_timeout=0) as client:
+    with Client(server.endpoint, resume_timeout=0, queue_timeout=0) as client:
         with pytest.raises(tandem.InvalidRequest, match="must be within") as invalid:
             client.complete("a", temperature=-1)
         assert invalid.value.field == "sampling.temperature"
         with pytest.raises(tandem.QueueFull, match="queue full") as full:
             client.complete("a")
         assert full.value.retry_after_ms == 700
+        with pytest.raises(tandem.LimitExceeded, match="not read"):  # no hint: trying again is of no use
+            client.complete("a")
         for kind, message in (
             (tandem.DuplicateRequest, "live"),
             (tandem.Unavailable, "no worker"),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import DeadlineExceeded, DuplicateRequest, QueueFull, TandemError, Unavailable
-from tandem.resume import LONGEST_PAUSE_S, Patience
+from tandem.resume import LONGEST_HINT_S, LONGEST_PAUSE_S, Patience
 
 LOST = Unavailable("gone")
 
@@ -56,6 +56,25 @@ def test_after_a_loss_a_full_queue_says_when() -> None:
     patience.progressed()
     patience.pause_after(LOST, 0.5, 0.0)
     assert patience.pause_after(QueueFull("full", 1500), 1.0, 0.0) == 1.5
+
+
+def test_a_full_queue_is_asked_again_when_it_says_until_the_queue_timeout() -> None:
+    patience = Patience(0.0, 60.0, None, endpoints=2, queue_timeout=10.0)
+    patience.accepted()
+    full = QueueFull("full", 4000)
+    assert patience.pause_after(full, 0.0, 1.0) == 0.0, "another endpoint was not asked yet"
+    assert patience.pause_after(full, 0.0, 0.0) == 4.0
+    assert patience.pause_after(full, 4.0, 1.0) == 5.0
+    assert patience.pause_after(full, 9.0, 1.0) == 1.0
+    with pytest.raises(QueueFull):
+        patience.pause_after(full, 10.0, 1.0)
+
+
+@given(hint=st.integers(1, 1 << 31), jitter=st.floats(0, 1))
+def test_a_hint_is_never_undercut_nor_believed_without_bound(hint: int, jitter: float) -> None:
+    patience = Patience(0.0, 60.0, None, endpoints=1, queue_timeout=1e9)
+    pause = patience.pause_after(QueueFull("full", hint), 0.0, jitter)
+    assert min(hint / 1e3, LONGEST_HINT_S) <= pause <= LONGEST_HINT_S * 1.25
 
 
 @pytest.mark.parametrize("error", [LOST, QueueFull("full", 10)])

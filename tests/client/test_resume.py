@@ -138,6 +138,12 @@ def test_a_full_queue_and_an_id_that_is_still_taken_pass_by(server: Server, clie
     assert client.complete("The").samples[0].token_ids == (7, 8)
 
 
+def test_who_finds_the_queue_full_tries_again_when_the_server_says(server: Server, client: Client) -> None:
+    answers = iter([([], failed(8, "full", 20)), ([], failed(8, "full", 20)), ([8], length())])
+    server.answer = lambda submit: next(answers)
+    assert client.complete("The").samples[0].token_ids == (8,)
+
+
 @pytest.mark.parametrize(("code", "kind"), [(13, tandem.RequestFailed), (3, tandem.InvalidRequest)])
 def test_other_errors_end_the_stream(server: Server, client: Client, code: int, kind: type[Exception]) -> None:
     server.answer = lambda submit: ([7], failed(code, "field: why"))

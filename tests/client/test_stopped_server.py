@@ -23,11 +23,11 @@ def test_a_stopped_server_is_noticed_in_seconds(model: Path) -> None:
     async def scenario() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             async with FakeCore(Path(scratch) / "core") as core:
-                config = FrontendConfig(model, Path(scratch) / "core", own_port=find_free("127.0.0.1"))
+                config = FrontendConfig(model, Path(scratch) / "core", port=find_free("127.0.0.1"))
                 server = spawn("scheduler_svc.frontend.main", ["--config", to_json(config)])
                 try:
-                    await until_serving(f"127.0.0.1:{config.own_port}", "readiness")
-                    async with AsyncClient(f"127.0.0.1:{config.own_port}", resume_timeout=0) as client:
+                    await until_serving(f"127.0.0.1:{config.port}", "readiness")
+                    async with AsyncClient(f"127.0.0.1:{config.port}", resume_timeout=0) as client:
                         stream = client.generate("a")
                         waiting = asyncio.create_task(anext(aiter(stream)))
                         await core.submitted()

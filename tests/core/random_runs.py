@@ -32,6 +32,7 @@ def random_submit(simulation: Simulation, rng: random.Random) -> None:
         stop_token_ids=rng.choice([(), (0,), (0, 3)]),
         cache_salt=rng.choice(["", "", "tenant"]),
         priority=rng.choice([0, 0, 1]),
+        client=rng.choice(["", "a", "b"]),
         constrained=rng.random() < 0.25,
         rules=rng.choice(RULES),
         logprobs=rng.choice([None, None, 0, 1]),

@@ -109,6 +109,20 @@ def test_the_core_needs_neither_torch_nor_protobuf_nor_grpc() -> None:
     assert answer.stdout.strip() == "[]"
 
 
+def test_a_prompt_is_computed_whole_whatever_other_salts_have_cached() -> None:
+    """What takes time is what a plan computes: it must be the same for a prompt that others sent and for a new one."""
+    computed = []
+    for other in ("red", "blue"):
+        simulation = make_simulation()
+        simulation.submit((1, 2, 3, 1, 2, 3, 1, 1), max_tokens=1, cache_salt=other)
+        simulation.settle()
+        before = simulation.core.load().counters.scheduled_tokens
+        simulation.submit((1, 2, 3, 1, 2, 3, 1, 1), max_tokens=1, cache_salt="red")
+        simulation.settle()
+        computed.append(simulation.core.load().counters.scheduled_tokens - before)
+    assert computed == [2, 8]
+
+
 def test_counts_of_tokens_looked_up_found_and_computed() -> None:
     """The last block of a prompt is never taken from the cache: a token is left to compute."""
     simulation = make_simulation()

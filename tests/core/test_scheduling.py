@@ -1,9 +1,11 @@
 """Order of a plan, preemption, admission, masks and ends, one rule a test."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from scheduler_svc.core import CoreConfig, Request, RequeueCause, Scheduler
+from scheduler_svc.core import CoreConfig, Ended, Request, RequeueCause, Scheduler
 from shared.errors import InvalidRequest, ProtocolError, QueueFull, StartupError, Unavailable
 from shared.logit_rules import NO_RULES, LogitRules
 from shared.types import FinishReason, StepPlan, StepResult
@@ -263,11 +265,42 @@ def test_a_full_queue_refuses_and_changes_nothing() -> None:
     simulation = make_simulation(max_queue=2)
     simulation.submit(EIGHT)
     simulation.submit(EIGHT)
-    with pytest.raises(QueueFull) as refused:
+    with pytest.raises(QueueFull, match="2 requests"):
         simulation.submit(EIGHT)
-    assert refused.value.retry_after_ms > 0 and simulation.core.load().queued == 2
+    assert simulation.core.load().queued == 2
     assert simulation.core.keys_of("request 2") == []
     simulation.submit(EIGHT, again=True)  # a core that is gone had accepted it
+    simulation.settle()
+
+
+def test_tokens_that_wait_are_bounded_too() -> None:
+    simulation = make_simulation(max_queue_tokens=10)
+    for _ in range(3):  # whoever finds nobody waiting, too
+        simulation.submit((1,) * 12, max_tokens=1)
+        with pytest.raises(QueueFull, match="12 tokens"):
+            simulation.submit((1,))
+        simulation.settle()
+    simulation.submit(EIGHT)
+    simulation.submit((1, 2))
+    with pytest.raises(QueueFull, match="10 tokens"):
+        simulation.submit((1,))
+    simulation.submit(EIGHT, again=True)
+    simulation.settle()
+
+
+def test_only_who_was_never_admitted_can_be_too_late() -> None:
+    simulation = make_simulation(max_num_seqs=1)
+    running, waiting = simulation.submit(EIGHT), simulation.submit(EIGHT)
+    simulation.plan(0)
+    late = QueueFull("too late")
+    assert not simulation.core.expire(running, late) and simulation.core.expire(waiting, late)
+    assert not simulation.core.expire(waiting, late), "it is forgotten"
+    outputs = simulation.core.take_outputs()
+    assert outputs.ended == (Ended(waiting, late),)
+    del simulation.jobs[waiting]
+    simulation.collect(replace(outputs, ended=()))
+    simulation.lose(0, restart=True)
+    assert not simulation.core.expire(running, late), "it waits for its replay"
     simulation.settle()
 
 

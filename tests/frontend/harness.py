@@ -49,7 +49,7 @@ async def serving(
             frontend = Frontend(FrontendConfig(model, socket, **settings), tracing)
             await frontend.start()
             await until(lambda: frontend.link.state is not None)
-            async with make_channel(f"127.0.0.1:{frontend.own_port}") as channel:
+            async with make_channel(f"127.0.0.1:{frontend.port}") as channel:
                 served = Served(core, frontend, channel, generation_pb2_grpc.GenerationServiceStub(channel))
                 try:
                     yield served

@@ -79,7 +79,7 @@ def test_a_client_that_cancels_without_having_read(model: Path) -> None:
 def test_a_client_whose_connection_breaks(model: Path) -> None:
     async def scenario() -> None:
         async with serving(model) as served:
-            channel = make_channel(f"127.0.0.1:{served.frontend.own_port}")
+            channel = make_channel(f"127.0.0.1:{served.frontend.port}")
             calls = [
                 generation_pb2_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a", n=2))
                 for _ in range(3)

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from tokenizers import Tokenizer
 
@@ -244,7 +245,12 @@ def test_a_full_queue_tells_when_to_try_again(model: Path) -> None:
             with pytest.raises(aio.AioRpcError) as error:
                 await collect(served.stub.Generate(_request()))
             assert error.value.code() == code
-            assert dict(error.value.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "1500"
+            trailers = dict(error.value.trailing_metadata() or ())
+            assert trailers["grpc-retry-pushback-ms"] == "1500"
+            status, hint = status_pb2.Status(), error_details_pb2.RetryInfo()
+            status.ParseFromString(trailers["grpc-status-details-bin"])
+            assert (status.code, status.message) == (code.value[0], "queue full")
+            assert status.details[0].Unpack(hint) and hint.retry_delay.ToMilliseconds() == 1500
 
     run(scenario())
 
@@ -256,7 +262,7 @@ def test_a_slow_reader_gets_everything_in_few_messages_and_holds_up_nobody(model
     async def scenario() -> None:
         async with serving(model) as served:
             small_window = [("grpc.http2.bdp_probe", 0)]
-            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.own_port}", small_window) as channel:
+            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.port}", small_window) as channel:
                 slow = generation_pb2_grpc.GenerationServiceStub(channel).Generate(_request())
                 (submit,) = await served.core.submitted()
                 for _ in range(steps):

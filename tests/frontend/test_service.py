@@ -21,7 +21,8 @@ from scheduler_svc.frontend.main import Frontend
 from shared.errors import StartupError
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
-from shared.rpc import CHANNEL_OPTIONS, make_channel
+from shared.ports import find_free
+from shared.rpc import CHANNEL_OPTIONS, make_channel, until_serving
 from shared.settings import to_json
 from tests.frontend.fake_core import FakeCore, length, ready_state, until
 from tests.frontend.harness import Served, collect, rest, run, serving
@@ -135,7 +136,7 @@ def test_a_client_may_ping_through_a_silence(model: Path) -> None:
     async def scenario() -> None:
         async with serving(model) as served:
             pinging = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}
-            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.own_port}", list(pinging.items())) as channel:
+            async with aio.insecure_channel(f"127.0.0.1:{served.frontend.port}", list(pinging.items())) as channel:
                 stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
                 call = stub.Generate(pb.GenerateRequest(text="a"))
                 (submit,) = await served.core.submitted()
@@ -195,20 +196,23 @@ def test_streams_that_outlast_the_grace_period_end_unavailable(model: Path) -> N
     run(scenario())
 
 
-def test_frontends_share_a_port_and_each_has_its_own(model: Path, tmp_path: Path) -> None:
+def test_frontends_share_their_ports_and_each_tells_its_health_on_its_own(model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with FakeCore(tmp_path / "core") as core:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            frontends = [Frontend(FrontendConfig(model, tmp_path / "core", port=port)) for _ in range(2)]
+            own = [find_free("127.0.0.1") for _ in range(2)]
+            configs = [FrontendConfig(model, tmp_path / "core", port=port, own_health_port=health) for health in own]
+            frontends = [Frontend(config) for config in configs]
             for frontend in frontends:
                 await frontend.start()
             await until(lambda: core.connections == 2)
-            for address in (port, *(frontend.own_port for frontend in frontends)):
-                async with make_channel(f"127.0.0.1:{address}") as channel:
-                    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
-                    await stub.Tokenize(pb.TokenizeRequest(text="a"))
+            for _ in frontends:
+                async with make_channel(f"127.0.0.1:{port}") as channel:
+                    await generation_pb2_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="a"))
+            for health in own:
+                await until_serving(f"127.0.0.1:{health}", "readiness")
             for frontend in frontends:
                 await frontend.stop()
 
@@ -238,7 +242,7 @@ def test_the_process_serves_without_torch_drains_on_sigterm_and_exits_0(model: P
 
     async def scenario(scratch: Path, port: int) -> None:
         async with FakeCore(scratch / "core") as core:
-            config = FrontendConfig(model, scratch / "core", own_port=port)
+            config = FrontendConfig(model, scratch / "core", port=port)
             code = (
                 "import sys; sys.argv = ['frontend', '--config', sys.argv[1]]\n"
                 "from scheduler_svc.frontend.main import main\n"

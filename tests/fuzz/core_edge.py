@@ -10,8 +10,10 @@ from tempfile import TemporaryDirectory
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine import Engine
 from scheduler_svc.worker_client import WorkerLink
+from shared.dialer import Dialer
 from shared.framing import FramingError, read_message, write_message
 from shared.pb import core_pb2, worker_pb2
+from shared.security import ClientSecurity
 from shared.types import StepPlan, WorkerDescription
 from shared.wire import plan_from_pb, plan_to_pb
 from tests.core.reference_worker import VOCABULARY_SIZE, ReferenceWorker
@@ -63,7 +65,9 @@ class CoreEdge:
         self._socket = str(Path(self._scratch.name) / "core")
         config = SchedulerConfig(Path(), ("127.0.0.1:1",))
         self._engine = Engine(config, "f", instance=1, hash_seed=1)
-        self._engine.workers.links[0] = RightWorker(0, "", self._engine, instance=1, step_timeout=1.0)
+        self._engine.workers.links[0] = RightWorker(
+            0, "", self._engine, Dialer(ClientSecurity()), instance=1, step_timeout=1.0
+        )
         self._running: asyncio.Task[None] | None = None
 
     def take(self, payloads: list[bytes]) -> list[core_pb2.CoreMessage]:

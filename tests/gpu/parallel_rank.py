@@ -29,8 +29,8 @@ KINDS = (
     RowSampling(temperature=1.2, top_p=0.9, seed=6),
 )
 PROMPT = np.random.default_rng(0).integers(0, 150_000, 200).tolist()
-SIZES = (8, 4096, 5 * 4096, 64 * 4096, 64 * 4096 + 8, 256 * 4096, (1 << 24) + 16)
-"""Values of an all-reduce in bfloat16: few, from the fifth on in blocks, the last in two parts."""
+SUMS = ((1, 8), (1, 4096), (5, 4096), (16, 4096), (17, 4096), (700, 1000), (5000, 4096))
+"""Of all-reduces in bfloat16: few values, from the fifth on by rows, the last in two parts."""
 
 
 def make_planner(folder: Path, group: TensorParallel, **settings: Any) -> Planner:
@@ -76,14 +76,17 @@ def logits(folder: Path, group: TensorParallel) -> Tensor:
     return torch.stack(rows)
 
 
-def brought(rank: int, size: int) -> Tensor:
-    """What a rank adds to a sum."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(10 * size + rank)).bfloat16()
+def brought(rank: int, shape: tuple[int, int]) -> Tensor:
+    """What a rank adds to a sum, zeros of either sign too."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(10 * shape[0] + rank)).bfloat16()
+    values[:, ::5] = -0.0
+    values[:, 1::10] = -0.0
+    return values
 
 
 def sums(group: TensorParallel) -> dict[str, list[Tensor]]:
-    """Of all sizes: as the group does it, captured and replayed while the ranks run apart, and by NCCL alone."""
-    inputs = [brought(group.rank, size).cuda() for size in SIZES]
+    """Of all shapes: as the group does it, captured and replayed while the ranks run apart, and by NCCL alone."""
+    inputs = [brought(group.rank, shape).cuda() for shape in SUMS]
     work = [values.clone() for values in inputs]
     eager = [group.all_reduce(values.clone()) for values in inputs]
     graph = torch.cuda.CUDAGraph()

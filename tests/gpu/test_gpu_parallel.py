@@ -12,12 +12,13 @@ import pytest
 import torch
 from grpc.aio import AioRpcError
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from bench.work import SHAPES
 from shared.pb import worker_pb2_grpc
 from shared.rpc import make_channel
 from shared.wire import plan_to_pb
-from tests.gpu.parallel_rank import PROMPT, SIZES, brought, logits, tokens
+from tests.gpu.parallel_rank import PROMPT, SUMS, brought, logits, tokens
 from tests.worker.model_folder import write_model, write_moe_model
 from tests.worker.planner import BLOCK, Planner
 from tests.worker.test_launcher import port_of, running
@@ -38,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPES["qwen3-0.6b"])).bfloat16()
+        model.model.rotary_emb = Qwen3RotaryEmbedding(model.config)  # its frequencies were rounded, too
     model.save_pretrained(folder / "large")
     with torch.inference_mode():
         torch.save(model.float()(torch.tensor([PROMPT]).cuda()).logits[0, 191:199].cpu(), folder / "exact")
@@ -60,11 +62,11 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 def test_sums(results: list[dict[str, Any]]) -> None:
     assert all(result["direct"] for result in results), "the GPUs don't reach each other's memory"
-    for index, size in enumerate(SIZES):
-        exact = torch.stack([brought(rank, size).double() for rank in range(RANKS)]).sum(0)
+    for index, shape in enumerate(SUMS):
+        exact = torch.stack([brought(rank, shape).double() for rank in range(RANKS)]).sum(0)
         for way in ("eager", "replayed", "nccl"):
             first, second = (result["sums"][way][index] for result in results)
-            assert torch.equal(first, second), f"the ranks disagree on {size} values, {way}"
+            assert torch.equal(first, second), f"the ranks disagree on {shape}, {way}"
             torch.testing.assert_close(first.double(), exact, rtol=2**-8, atol=0)
 
 

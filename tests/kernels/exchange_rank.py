@@ -1,6 +1,7 @@
 """One rank of an exchange on a CPU: `python -m tests.kernels.exchange_rank RANK RANKS FOLDER`, in the interpreter.
 
-Inboxes are files that all ranks map; what each exchange gave goes into a file of the rank's own.
+Inboxes are files that all ranks map, those named `rows` full of NOTHING; what each exchange gave goes into a file of
+the rank's own.
 """
 
 import sys
@@ -10,18 +11,22 @@ import torch
 from torch import Tensor
 
 CAPACITY = 2048
-BLOCKS = 2 * 2048  # words
+ROWS, WIDTH = 6, 80  # most rows, values of one
+EPS = 1e-6
 CASES = [
     ("reduce", torch.bfloat16, 2 * CAPACITY),
-    ("blocks", torch.bfloat16, 2 * BLOCKS),
     ("gather", torch.int64, 3),
     ("reduce", torch.float32, 700),
     ("reduce", torch.bfloat16, 34),
     ("gather", torch.int64, CAPACITY // 2),
     ("reduce", torch.bfloat16, 1026),
-    ("blocks", torch.float32, 2100),
     ("gather", torch.float32, 513),
-    ("blocks", torch.bfloat16, 30),
+    ("rows", torch.bfloat16, ROWS * WIDTH),
+    ("normed rows", torch.bfloat16, 2 * WIDTH),
+    ("normed rows", torch.float32, ROWS * WIDTH),
+    ("rows", torch.float32, WIDTH),
+    ("narrow rows", torch.bfloat16, 4 * WIDTH // 2),
+    ("normed rows", torch.bfloat16, ROWS * WIDTH),
 ] * 2
 
 
@@ -31,12 +36,20 @@ def values_of(rank: int, case: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * case + rank)
     if dtype == torch.int64:
         return torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
-    return torch.randn(size, generator=generator).to(dtype)
+    values = torch.randn(size, generator=generator)
+    values[::3] = -0.0  # pairs of them too: what the rows' inboxes are full of
+    values[1::3][: size // 9] = -0.0
+    return values.to(dtype)
+
+
+def norm_weight(dtype: torch.dtype) -> Tensor:
+    """Of the normed rows."""
+    return torch.linspace(-2, 2, WIDTH).to(dtype)
 
 
 def main() -> None:
     """All cases, one after another."""
-    from worker_svc.kernels import exchange, exchange_blocks
+    from worker_svc.kernels import exchange, exchange_rows
 
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 
@@ -48,8 +61,9 @@ def main() -> None:
 
     maps: list[Tensor] = []
     few = inboxes("few", CAPACITY, exchange.inbox_words(ranks, CAPACITY), exchange.BLOCK)
-    many = inboxes("many", BLOCKS, exchange_blocks.inbox_words(ranks, BLOCKS), exchange_blocks.BLOCK)
-    results = []
+    place = exchange_rows.MOST_WORDS.value
+    rows = inboxes("rows", ROWS * place, exchange_rows.inbox_words(ranks, ROWS * place), place)
+    results, normed = [], {}
     for case, (kind, _, _) in enumerate(CASES):
         values = values_of(rank, case)
         if kind == "gather":
@@ -59,9 +73,13 @@ def main() -> None:
         elif kind == "reduce":
             exchange.all_reduce(values, few)
         else:
-            exchange_blocks.all_reduce_blocks(values, many)
+            norm = exchange_rows.RowNorm(norm_weight(values.dtype), EPS) if kind == "normed rows" else None
+            out = torch.full_like(values, torch.nan)
+            width = WIDTH // 2 if kind == "narrow rows" else WIDTH
+            exchange_rows.all_reduce_rows(values.view(-1, width), rows, norm, out=out.view(-1, width))
+            normed[case] = out
         results.append(values)
-    torch.save(results, folder / f"results{rank}")
+    torch.save((results, normed), folder / f"results{rank}")
 
 
 if __name__ == "__main__":

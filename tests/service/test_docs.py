@@ -6,12 +6,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from shared.ports import find_free
+from shared.security import ClientSecurity, ServerSecurity
 from tandem.cli import app
 from tandem.requests import GenerateOptions
 from tests.patience import PATIENCE_S
@@ -21,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SERVERS = ("tandem serve", "tandem worker", "tandem scheduler")
 PORTS = ("50051", "50052")
+SECURITY = {field.name for kind in (ServerSecurity, ClientSecurity) for field in fields(kind)}
+SECURITY |= {"health_port", "worker_token_file"}
+"""Flags that have a page of their own."""
 OWN = {
     "serve": {"model", "workers", "host", "port", "metrics_port", "drain_timeout"},
     "openai": {"model", "http_host", "http_port", "http_metrics_port"},
@@ -130,7 +135,7 @@ def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name
     for parameter in get_command(app).commands[name].params:  # type: ignore[attr-defined]
         if (
             parameter.param_type_name != "option"
-            or parameter.name == "help"
+            or parameter.name in {"help", *SECURITY}
             or parameter.name not in OWN.get(name, {parameter.name})
         ):
             continue
@@ -140,6 +145,15 @@ def test_every_flag_has_its_row_and_default(page: str, heading: str | None, name
         expected = words[default] if default is None or isinstance(default, bool) else str(default).strip("[]")
         assert told.split(",")[0].strip("`") == expected, parameter.opts[0]
     assert not rows, "flags that do not exist"
+
+
+@pytest.mark.parametrize("name", ["serve", "scheduler", "worker", "generate", "chat", "top", "bench", "batch", "drain"])
+def test_flags_of_security_have_their_rows_and_no_defaults(name: str) -> None:
+    rows = re.findall(r"^\| (`--.*?`) \| unset \|", (DOCS / "security.md").read_text(), re.MULTILINE)
+    told = set(re.findall(r"--[\w-]+", " ".join(rows)))
+    here = [p for p in get_command(app).commands[name].params if p.name in SECURITY]  # type: ignore[attr-defined]
+    assert {parameter.opts[0] for parameter in here} <= told and all(parameter.default is None for parameter in here)
+    assert {f"--{flag.replace('_', '-')}" for flag in SECURITY} == told
 
 
 def test_every_option_of_the_client_has_its_row() -> None:

@@ -282,3 +282,38 @@ def test_a_bug_ends_the_process_instead_of_leaving_it_deaf(tmp_path: Path, verb:
                 await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(scenario())
+
+
+def test_who_waits_too_long_for_a_turn_is_told_and_never_planned(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(tmp_path, max_queue_time=0.3, max_num_seqs=1, depth=1) as (engine, peer, _):
+            wire = Wire(engine)
+            peer.submit(1, bytes(8), max_tokens=50)
+            await wire.planned(rows=1)
+            peer.submit(2, bytes(8), max_tokens=50)
+            ended = await asyncio.wait_for(peer.end(), 5)
+            assert (ended.handle, ended.failure.code) == (2, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+            assert "no turn within 0.3 s" in ended.failure.message and ended.failure.retry_after_ms > 0
+            assert engine.load().counters.admissions == 1 and engine.held == 2, "the other one runs on"
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_is_waited_for_before_the_first_worker_too_but_not_twice(tmp_path: Path) -> None:
+    """Who goes on with an output had its turn, with a core that is gone."""
+
+    async def scenario() -> None:
+        async with served(tmp_path, max_queue_time=0.3) as (engine, peer, _):
+            peer.submit(1, bytes(8), output=bytes(4), again=True)
+            peer.submit(2, bytes(8))
+            ended = await asyncio.wait_for(peer.end(), 5)
+            assert ended.handle == 2
+            assert await engine_holds(engine, 2)
+
+    asyncio.run(scenario())
+
+
+async def engine_holds(engine: Engine, entries: int) -> bool:
+    """For a while."""
+    await asyncio.sleep(0.6)
+    return engine.held == entries

@@ -101,7 +101,7 @@ def test_nothing_is_left_of_two_hundred_requests_and_two_dead_workers(tmp_path: 
 
     async def scenario() -> None:
         async with service(tmp_path, worker) as (engine, frontend):
-            async with aio.insecure_channel(f"127.0.0.1:{frontend.own_port}") as channel:
+            async with aio.insecure_channel(f"127.0.0.1:{frontend.port}") as channel:
                 stub = generation_pb2_grpc.GenerationServiceStub(channel)
                 await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=PATIENCE_S)
                 tasks = []

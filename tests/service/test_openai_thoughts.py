@@ -66,7 +66,7 @@ def test_the_answer_after_a_thought_has_the_form_that_was_asked_for(thinking_mod
 
     async def scenario() -> None:
         async with serving(thinking_model) as served:
-            endpoint = f"127.0.0.1:{served.frontend.own_port}"
+            endpoint = f"127.0.0.1:{served.frontend.port}"
             with gateway_before(tmp_path / "gateway", endpoint) as (http, _):
                 url = f"http://127.0.0.1:{http}/v1"
                 async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=20) as client:

@@ -8,7 +8,9 @@ import structlog
 from grpc import aio
 
 from scheduler_svc.worker_client import WorkerLink
+from shared.dialer import Dialer
 from shared.pb import worker_pb2, worker_pb2_grpc
+from shared.security import PLAIN
 from shared.types import StepPlan, StepResult, WorkerDescription
 from tests.patience import PATIENCE_S
 
@@ -66,7 +68,7 @@ async def linked(worker: Worker) -> AsyncIterator[tuple[WorkerLink, Listener]]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     listener = Listener()
-    link = WorkerLink(0, f"127.0.0.1:{port}", listener, instance=1, step_timeout=10.0)
+    link = WorkerLink(0, f"127.0.0.1:{port}", listener, Dialer(PLAIN), instance=1, step_timeout=10.0)
     running = asyncio.create_task(link.run())
     try:
         yield link, listener

@@ -101,3 +101,8 @@ def test_plots_are_pngs(tmp_path: Path) -> None:
     measured = measuring._measured("two", 100.0, Goals(1, 1), [seen()])
     draw("title", [measured, measured], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_client_that_cannot_start_ends_the_run(server: Server) -> None:
+    with pytest.raises(RequestFailed, match="a client process failed"):
+        measure("no such endpoint:1", "none", random_items(2, 5, 3), 2, Goals(1, 1))

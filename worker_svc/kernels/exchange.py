@@ -26,11 +26,11 @@ class Inboxes:
 
     rank: int
     addresses: tuple[int, ...]
-    """Of each rank's inbox, zero at first."""
+    """Of each rank's inbox, at first full of zeros, or as kernels.exchange_rows has it."""
     capacity: int
     """Most words of an exchange."""
     counts: Tensor
-    """[capacity / BLOCK] int32, zero at first: exchanges that each program has had. They may overflow."""
+    """[most programs] int32, zero at first: exchanges that each program has had. They may overflow."""
 
 
 def inbox_words(ranks: int, capacity: int) -> int:

@@ -1,6 +1,7 @@
-"""The mixture-of-experts layer of one token: as many matrix-vector products as it has experts, in two launches.
+"""The experts of one token: as many matrix-vector products as it has, in two launches. Nothing is sorted.
 
-Nothing is sorted. Each program of the first finds its expert in the router's logits, which costs less than a launch.
+Each program finds its experts in the router's logits, which costs less than a launch: programs are one warp, whose
+reductions are single instructions.
 """
 
 import triton
@@ -8,10 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
-from worker_svc.kernels.routing import Choice, Routed, empty_routed, ranked_experts
+from worker_svc.kernels.routing import Choice, best_experts
 
-_GATED_ELEMENTS = 16384  # of each of a program's two tiles, which registers hold
-_DOWN_ROWS = 4
+_GATED_BYTES = 8192  # of a row of weights that a warp holds
+_DOWN_BYTES = 24_576  # of weights of all experts that a warp holds
+_DOWN_COLUMNS = (64, 256)  # of a program's tiles, least and most
 
 
 def gated_products_of_one(
@@ -23,22 +25,20 @@ def gated_products_of_one(
     choice: Choice,
     *,
     pdl: bool = False,
-) -> tuple[Tensor, Routed]:
-    """silu(gate) * up of rms_norm(x) for each expert of one token, [top_k, width], and which those are.
+) -> Tensor:
+    """silu(gate) * up of rms_norm(x) for each expert of one token, [top_k, width]; those of other ranks are left
+    undefined.
 
     `x` [1, hidden], `logits` [1, num_experts], `weight` [experts here, 2 x width, hidden].
     """
     width, hidden_size = weight.shape[1] // 2, weight.shape[2]
-    out, routed = x.new_empty(choice.top_k, width), empty_routed(1, choice.top_k, x.device)
+    out = x.new_empty(choice.top_k, width)
     columns = triton.next_power_of_2(hidden_size)
-    rows = min(max(_GATED_ELEMENTS // columns, 1), 16)
-    _gated_kernel[(choice.top_k, triton.cdiv(width, rows))](
+    _gated_kernel[(width, choice.top_k)](
         x,
         norm_weight,
         logits,
         weight,
-        routed.probabilities,
-        routed.experts,
         out,
         eps,
         choice.first,
@@ -49,36 +49,44 @@ def gated_products_of_one(
         WIDTH=width,
         HIDDEN_SIZE=hidden_size,
         EXPERTS=max(triton.next_power_of_2(logits.shape[1]), 2),
-        ROWS=rows,
+        PLACES=triton.next_power_of_2(choice.top_k),
         COLUMNS=columns,
-        num_warps=4,
+        num_warps=triton.cdiv(columns * x.element_size(), _GATED_BYTES),
         **launch_options(pdl),
     )
-    return out, routed
+    return out
 
 
 def weighted_sum_of_one(
-    x: Tensor, weight: Tensor, routed: Routed, residual: Tensor | None, *, pdl: bool = False
+    x: Tensor, weight: Tensor, logits: Tensor, choice: Choice, residual: Tensor | None, *, pdl: bool = False
 ) -> Tensor:
     """`residual`, which is overwritten, or zeros, plus the sum of probability x product over the experts, [1, hidden].
 
-    `x` [top_k, width], `weight` [experts here, hidden, width], `residual` [1, hidden].
+    `x` [top_k, width], `weight` [experts here, hidden, width], `logits` [1, num_experts], `residual` [1, hidden].
+    The kernel before must be that of gated_products_of_one.
     """
     hidden_size, width = weight.shape[1:]
     out = x.new_empty(1, hidden_size) if residual is None else residual
-    _down_kernel[(triton.cdiv(hidden_size, _DOWN_ROWS),)](
+    bytes_of_row = choice.top_k * width * x.element_size()
+    rows = 1 << max((_DOWN_BYTES // bytes_of_row).bit_length() - 1, 0)
+    _down_kernel[(triton.cdiv(hidden_size, rows),)](
         x,
+        logits,
         weight,
-        routed.probabilities,
-        routed.experts,
         out,
-        TOP_K=len(x),
+        choice.first,
+        choice.num_local,
+        NUM_EXPERTS=logits.shape[1],
+        TOP_K=choice.top_k,
+        RENORMALIZE=choice.renormalize,
         WIDTH=width,
         HIDDEN_SIZE=hidden_size,
+        EXPERTS=max(triton.next_power_of_2(logits.shape[1]), 2),
+        PLACES=triton.next_power_of_2(choice.top_k),
         ADD=residual is not None,
-        ROWS=_DOWN_ROWS,
-        COLUMNS=triton.next_power_of_2(width),
-        num_warps=4,
+        ROWS=rows,
+        COLUMNS=min(max(width & -width, _DOWN_COLUMNS[0]), _DOWN_COLUMNS[1]),
+        num_warps=triton.next_power_of_2(triton.cdiv(bytes_of_row, _DOWN_BYTES)),
         **launch_options(pdl),
     )
     return out
@@ -90,8 +98,6 @@ def _gated_kernel(
     norm_weight_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     weight_ptr: tl.tensor,
-    probabilities_ptr: tl.tensor,
-    experts_ptr: tl.tensor,
     out_ptr: tl.tensor,
     eps: tl.tensor,
     first: tl.tensor,
@@ -102,69 +108,93 @@ def _gated_kernel(
     WIDTH: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    PLACES: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per expert of the token and ROWS outputs; the first of an expert says which it is."""
-    release_next(PDL)
-    place, tile = tl.program_id(0), tl.program_id(1)
-    row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    norm_weight = tl.load(norm_weight_ptr + column, mask=column < HIDDEN_SIZE, other=0).to(tl.float32)
+    """One program per expert of the token and output. It waits before it releases the next kernel, which so knows the
+    logits before it waits itself."""
+    row, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
+    inside = column < HIDDEN_SIZE
+    norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0).to(tl.float32)
     wait_for_previous(PDL)
-    index = tl.arange(0, EXPERTS)
-    logit = tl.load(logits_ptr + index, mask=index < NUM_EXPERTS, other=-float("inf")).to(tl.float32)
-    rank, p = ranked_experts(logit, TOP_K, RENORMALIZE, EXPERTS)
-    expert = tl.sum(tl.where(rank == place, index, 0), axis=0) - first
-    here = (expert >= 0) & (expert < num_local)
-    if tile == 0:
-        tl.store(probabilities_ptr + place, tl.sum(tl.where(rank == place, p, 0.0), axis=0))
-        tl.store(experts_ptr + place, tl.where(here, expert, -1))
-    if here:
-        inside = (row < WIDTH)[:, None] & (column < HIDDEN_SIZE)[None, :]
-        source = (
-            weight_ptr + expert.to(tl.int64) * (2 * WIDTH * HIDDEN_SIZE) + row[:, None] * HIDDEN_SIZE + column[None, :]
-        )
-        gate_weight = tl.load(source, mask=inside, other=0)  # [ROWS, COLUMNS]
+    release_next(PDL)
+    x = tl.load(x_ptr + column, mask=inside, other=0)
+    chosen, _ = _experts_of(logits_ptr, NUM_EXPERTS, TOP_K, RENORMALIZE, EXPERTS, PLACES)
+    expert = tl.sum(tl.where(tl.arange(0, PLACES) == own, chosen, 0), axis=0) - first
+    if (expert >= 0) & (expert < num_local):
+        source = weight_ptr + expert.to(tl.int64) * (2 * WIDTH * HIDDEN_SIZE) + row * HIDDEN_SIZE + column
+        gate_weight = tl.load(source, mask=inside, other=0)
         up_weight = tl.load(source + WIDTH * HIDDEN_SIZE, mask=inside, other=0)
-        x = tl.load(x_ptr + column, mask=column < HIDDEN_SIZE, other=0)
         y = x.to(tl.float32)
         y = y * tl.rsqrt(tl.sum(y * y, axis=0) / HIDDEN_SIZE + eps)
         y = (y.to(x.dtype).to(tl.float32) * norm_weight).to(x.dtype).to(tl.float32)  # rounded as by norm.rms_norm
-        gate = tl.sum(gate_weight.to(tl.float32) * y[None, :], axis=1)
-        up = tl.sum(up_weight.to(tl.float32) * y[None, :], axis=1)
-        out = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place * WIDTH + row, out, mask=row < WIDTH)
+        gate = tl.sum(gate_weight.to(tl.float32) * y, axis=0)
+        up = tl.sum(up_weight.to(tl.float32) * y, axis=0)
+        tl.store(out_ptr + own * WIDTH + row, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
 def _down_kernel(
     x_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
     weight_ptr: tl.tensor,
-    probabilities_ptr: tl.tensor,
-    experts_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    first: tl.tensor,
+    num_local: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACES: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per ROWS outputs. It reduces once, at the end: the loads of all experts are on the way together."""
+    """One program per ROWS outputs. The weights of all experts are on the way together, before it waits."""
     release_next(PDL)
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (row < HIDDEN_SIZE)[:, None] & (column < WIDTH)[None, :]
+    row, column, place = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    chosen, p = _experts_of(logits_ptr, NUM_EXPERTS, TOP_K, RENORMALIZE, EXPERTS, PLACES)
+    local = chosen - first
+    local = tl.where((local >= 0) & (local < num_local), local, -1)
+    weights = ()
+    for k in tl.static_range(TOP_K):
+        expert = tl.sum(tl.where(place == k, local, 0), axis=0)
+        source = weight_ptr + tl.maximum(expert, 0).to(tl.int64) * (HIDDEN_SIZE * WIDTH)
+        for start in tl.static_range(0, WIDTH, COLUMNS):
+            inside = (row < HIDDEN_SIZE)[:, None] & (start + column < WIDTH)[None, :] & (expert >= 0)
+            source_tile = source + row[:, None] * WIDTH + start + column[None, :]
+            weights += (tl.load(source_tile, mask=inside, other=0),)  # type: ignore[assignment]  # a tuple grows
     wait_for_previous(PDL)
     products = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for place in tl.static_range(TOP_K):
-        expert = tl.load(experts_ptr + place)
-        source = weight_ptr + tl.maximum(expert, 0).to(tl.int64) * (HIDDEN_SIZE * WIDTH)
-        weight = tl.load(source + row[:, None] * WIDTH + column[None, :], mask=inside & (expert >= 0), other=0)
-        x = tl.load(x_ptr + place * WIDTH + column, mask=(column < WIDTH) & (expert >= 0), other=0)
-        products += weight.to(tl.float32) * (x.to(tl.float32) * tl.load(probabilities_ptr + place))[None, :]
+    TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    for k in tl.static_range(TOP_K):
+        here = tl.sum(tl.where(place == k, local, 0), axis=0) >= 0
+        probability = tl.sum(tl.where(place == k, p, 0.0), axis=0)
+        for tile in tl.static_range(TILES):
+            at = tile * COLUMNS + column
+            x = tl.load(x_ptr + k * WIDTH + at, mask=(at < WIDTH) & here, other=0).to(tl.float32)
+            products += weights[k * TILES + tile].to(tl.float32) * (x * probability)[None, :]
     total = tl.sum(products, axis=1)
     if ADD:
         total += tl.load(out_ptr + row, mask=row < HIDDEN_SIZE, other=0).to(tl.float32)
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < HIDDEN_SIZE)
+
+
+@triton.jit
+def _experts_of(
+    logits_ptr: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """See best_experts."""
+    index = tl.arange(0, EXPERTS)
+    logit = tl.load(logits_ptr + index, mask=index < NUM_EXPERTS, other=-float("inf"), cache_modifier=".cg")
+    chosen, p = best_experts(logit.to(tl.float32), TOP_K, RENORMALIZE, EXPERTS, PLACES)
+    return chosen, p

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
 
-_LEAST_CHUNK, _MOST_CHUNK = 256, 4096  # pairs that a program looks at in one go
+_MOST_ALONE = 4096  # pairs that every program looks at
+_LEAST_CHUNK, _CHUNK = 256, 2048  # pairs that it looks at then, and where there are more of them
+_MOST_CHUNKS = 64
 _MAP = tl.constexpr(64)
 
 
@@ -44,46 +46,112 @@ def group_pairs(experts: Tensor, num_experts: int, block_pairs: int, *, pdl: boo
         torch.empty(3, most, dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
-    _group_kernel[(num_experts,)](
+    chunk = _chunk(count)
+    chunks, bins = triton.cdiv(count, chunk), max(triton.next_power_of_2(num_experts), 2)
+    counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
+    if chunks > 1:
+        _count_kernel[(chunks,)](experts, counts, count, EXPERTS=bins, CHUNK=chunk, num_warps=8, **launch_options(pdl))
+    _group_kernel[(num_experts, chunks)](
         experts,
+        counts,
         groups.pairs,
         groups.blocks,
         groups.num_blocks,
         count,
         most,
-        EXPERTS=max(triton.next_power_of_2(num_experts), 2),
+        EXPERTS=bins,
+        CHUNKS=triton.next_power_of_2(chunks),
         BLOCK_PAIRS=block_pairs,
-        CHUNK=min(max(triton.next_power_of_2(count), _LEAST_CHUNK), _MOST_CHUNK),
+        CHUNK=chunk,
         num_warps=8,
         **launch_options(pdl),
     )
     return groups
 
 
-@triton.jit
+def _chunk(count: int) -> int:
+    """Pairs that a program looks at: all where they are few, else a part, so that there are not too many parts."""
+    alone = count <= _MOST_ALONE
+    most: int = triton.next_power_of_2(count if alone else count // _MOST_CHUNKS)
+    return max(most, _LEAST_CHUNK if alone else _CHUNK)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _count_kernel(
+    experts_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    count: tl.tensor,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Pairs of each expert in a program's chunk."""
+    release_next(PDL)
+    wait_for_previous(PDL)
+    chosen = _chosen(experts_ptr, tl.program_id(0) * CHUNK, count, CHUNK)
+    counts = tl.histogram(tl.maximum(chosen, 0), EXPERTS, mask=chosen >= 0)
+    tl.store(counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counts)
+
+
+@triton.jit(do_not_specialize=["count", "most"])
 def _group_kernel(
     experts_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
     num_blocks_ptr: tl.tensor,
     count: tl.tensor,
     most: tl.tensor,
     EXPERTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per expert; each counts the pairs of all, so that none waits for another."""
+    """One program per expert and chunk of pairs; each knows the counts of all, so that none waits for another."""
     release_next(PDL)
-    own = tl.program_id(0)
-    expert, index = tl.arange(0, EXPERTS), tl.arange(0, CHUNK)
+    own, chunk = tl.program_id(0), tl.program_id(1)
+    expert = tl.arange(0, EXPERTS)
     wait_for_previous(PDL)
-    counts = tl.zeros([EXPERTS], tl.int32)
-    for start in range(0, count, CHUNK):
-        chosen = tl.load(experts_ptr + start + index, mask=start + index < count, other=-1)
-        counts += tl.histogram(tl.maximum(chosen, 0), EXPERTS, mask=chosen >= 0)
-    blocks = (counts + BLOCK_PAIRS - 1) // BLOCK_PAIRS
+    chosen = _chosen(experts_ptr, chunk * CHUNK, count, CHUNK)
+    mine = (chosen == own).to(tl.int32)
+    if CHUNKS == 1:
+        counts = tl.histogram(tl.maximum(chosen, 0), EXPERTS, mask=chosen >= 0)
+        earlier = 0
+    else:
+        index = tl.arange(0, CHUNKS)[:, None]
+        at = counts_ptr + index * EXPERTS + expert[None, :]
+        by_chunk = tl.load(at, mask=index < tl.num_programs(1), other=0)  # [CHUNKS, EXPERTS]
+        counts = tl.sum(by_chunk, axis=0)
+        earlier = tl.sum(tl.where((index < chunk) & (expert == own)[None, :], by_chunk, 0))
     place = tl.sum(tl.where(expert < own, counts, 0), axis=0)
+    if chunk == 0:
+        _store_blocks(blocks_ptr, num_blocks_ptr, most, counts, own, place, EXPERTS, BLOCK_PAIRS)
+    at = pairs_ptr + place + earlier + tl.cumsum(mine, axis=0) - 1
+    tl.store(at, chunk * CHUNK + tl.arange(0, CHUNK), mask=mine == 1)
+
+
+@triton.jit
+def _chosen(experts_ptr: tl.tensor, start: tl.tensor, count: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+    """Experts of the pairs from `start` on; -1 past the last."""
+    index = start + tl.arange(0, CHUNK)
+    return tl.load(experts_ptr + index, mask=index < count, other=-1)
+
+
+@triton.jit
+def _store_blocks(
+    blocks_ptr: tl.tensor,
+    num_blocks_ptr: tl.tensor,
+    most: tl.tensor,
+    counts: tl.tensor,
+    own: tl.tensor,
+    place: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+) -> None:
+    """Those of expert `own`, whose first pair has the place `place`. `counts` [EXPERTS]: pairs of all."""
+    expert = tl.arange(0, EXPERTS)
+    blocks = (counts + BLOCK_PAIRS - 1) // BLOCK_PAIRS
     pairs_left = tl.sum(tl.where(expert == own, counts, 0), axis=0)
     block = tl.sum(tl.where(expert < own, blocks, 0), axis=0)
     if own == 0:
@@ -94,8 +162,3 @@ def _group_kernel(
         tl.store(at, own + tl.zeros_like(first), mask=first < pairs_left)
         tl.store(at + most, place + first, mask=first < pairs_left)
         tl.store(at + 2 * most, tl.minimum(pairs_left - first, BLOCK_PAIRS), mask=first < pairs_left)
-    for start in range(0, count, CHUNK):
-        chosen = tl.load(experts_ptr + start + index, mask=start + index < count, other=-1)
-        mine = (chosen == own).to(tl.int32)
-        tl.store(pairs_ptr + place + tl.cumsum(mine, axis=0) - 1, start + index, mask=mine == 1)
-        place += tl.sum(mine, axis=0)

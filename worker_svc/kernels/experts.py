@@ -40,6 +40,8 @@ def tiles(pairs_per_expert: float, dtype: torch.dtype) -> tuple[Tile, Tile]:
     pairs = min(max(triton.next_power_of_2(int(1.5 * pairs_per_expert) + 1), 16), 128)
     if dtype == torch.float32:  # its products use no tensor cores
         return Tile(pairs, 32, 32, 4, 2), Tile(pairs, 32, 32, 4, 2)
-    if pairs == 128:
-        return Tile(pairs, 128, 64, 8, 3), Tile(pairs, 128, 64, 8, 4)
-    return Tile(pairs, 64, 64, 4, 4), Tile(pairs, 128, 64, 4, 4)
+    if pairs == 16:
+        return Tile(pairs, 64, 128, 4, 3), Tile(pairs, 128, 128, 4, 3)
+    if pairs < 128:
+        return Tile(pairs, 64, 64, 4, 4), Tile(pairs, 128, 64, 4, 3)
+    return Tile(pairs, 128, 64, 8, 4), Tile(pairs, 128, 64, 4, 3)

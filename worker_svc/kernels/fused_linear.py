@@ -8,7 +8,6 @@ divide the inputs among them, since a program has too few outputs to share.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +19,7 @@ from worker_svc.kernels.launch import (
     offset_after_previous,
     release_next,
     row_stride,
+    shared_memory,
 )
 
 MAX_ROWS = 32
@@ -27,7 +27,7 @@ _MAX_ROWS_NORMED = 8  # every program norms all rows: for more of them a kernel 
 _WARPS = tl.constexpr(4)
 _PROGRAMS = 128  # about one per multiprocessor
 _MOST_BUFFERS = 4
-_SHARED_MEMORY = 200 << 10  # of a compute capability 9.0 program, less what the sum over the warps takes
+_SHARED_MEMORY = 200 << 10  # of a program's, less what the sum over the warps takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Tile:
 def is_faster(x: Tensor, *, normed: bool) -> bool:
     """Whether fused_linear takes these rows, and less time than cuBLAS with kernels before or after it: as measured
     at the shapes of Qwen3-0.6B and Qwen3-8B. `normed`: with a norm, else with a residual."""
-    fits = x.element_size() == 2 and _shared_memory(x.device) >= _SHARED_MEMORY
+    fits = x.element_size() == 2 and shared_memory(x.device) >= _SHARED_MEMORY
     return fits and len(x) <= (_MAX_ROWS_NORMED if normed else MAX_ROWS)
 
 
@@ -90,14 +90,6 @@ def fused_linear(
         **launch_options(pdl),
     )
     return out
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
-    if device.type != "cuda":
-        return _SHARED_MEMORY
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def _tile(rows: int, outputs: int, inputs: int, matrices: int) -> _Tile:

@@ -9,10 +9,23 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from shared.errors import StartupError
 from worker_svc.kernels.expert_groups import Groups
-from worker_svc.kernels.launch import dot, launch_options, load_inside, release_next, row_stride, wait_for_previous
+from worker_svc.kernels.launch import (
+    dot,
+    launch_options,
+    load_inside,
+    offset_after_previous,
+    release_next,
+    row_stride,
+    wait_for_previous,
+)
 from worker_svc.kernels.routing import Routed
+
+_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
+_LEAST_AT_WORK = tl.constexpr(64)  # pairs of a block that keeps tensor cores busy; fewer read weights, whatever they do
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +76,11 @@ def _launch(
     pdl: bool,
 ) -> None:
     outputs, most = out.shape[-1], groups.blocks.shape[1]
+    gated = probabilities is None
     _grouped_kernel[(triton.cdiv(outputs, tile.outputs), most)](
-        x,
-        weight,
+        x if gated else _tiles_of(x, tile.pairs, tile.inputs),
+        x if gated else _tiles_of(x, tile.pairs // 2, tile.inputs),
+        _tiles_of(weight.flatten(0, 1), tile.outputs, tile.inputs),
         groups.pairs,
         groups.blocks,
         groups.num_blocks,
@@ -76,20 +91,28 @@ def _launch(
         TOP_K=top_k,
         OUTPUTS=outputs,
         INPUTS=weight.shape[2],
-        GATED=probabilities is None,
+        GATED=gated,
         BLOCK_PAIRS=tile.pairs,
         BLOCK_OUTPUTS=tile.outputs,
         BLOCK_INPUTS=tile.inputs,
+        STAGES=tile.num_stages,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
         **launch_options(pdl),
     )
 
 
-@triton.jit
+def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """For loads by the tensor memory accelerator, which gives zeros past the end."""
+    if row_stride(matrix) * matrix.element_size() % _ALIGNMENT:
+        raise StartupError(f"rows of {matrix.shape[1]} values: the experts' kernels need a multiple of 16 bytes")
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+@triton.jit(do_not_specialize=["most"])
 def _grouped_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
+    x: tl.tensor,
+    half_x: tl.tensor,
+    weights: tl.tensor_descriptor,
     pairs_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
     num_blocks_ptr: tl.tensor,
@@ -104,42 +127,116 @@ def _grouped_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per block of pairs and tile of outputs; those past the last block end at once."""
+    """One program per block of pairs and tile of outputs; those past the last block end at once.
+
+    The gated kernel waits before it releases the other, which so knows the groups before it waits itself.
+    """
+    if GATED:
+        wait_for_previous(PDL)
     release_next(PDL)
-    block = tl.program_id(1)
-    wait_for_previous(PDL)
-    if block >= tl.load(num_blocks_ptr):
-        return
-    expert = tl.load(blocks_ptr + block).to(tl.int64)
-    first = tl.load(blocks_ptr + most + block)
-    rows = tl.load(blocks_ptr + 2 * most + block)
-    row = tl.arange(0, BLOCK_PAIRS)
-    place = first + tl.minimum(row, rows - 1)  # rows and outputs too many repeat the last one, and are not stored
-    pair = tl.load(pairs_ptr + place)
-    source = (pair // TOP_K if GATED else place).to(tl.int64)
-    output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
-    weight_row = tl.minimum(output, OUTPUTS - 1)
-    column = tl.arange(0, BLOCK_INPUTS)
-    x_at = x_ptr + source[None, :] * x_stride + column[:, None]  # [BLOCK_INPUTS, BLOCK_PAIRS]
-    weight_ptr += expert * ((2 if GATED else 1) * OUTPUTS * INPUTS)
-    weight_at = weight_ptr + weight_row[:, None] * INPUTS + column[None, :]  # [BLOCK_OUTPUTS, BLOCK_INPUTS]
+    block_ptr = blocks_ptr + tl.program_id(1)
+    expert = tl.load(block_ptr, cache_modifier=".cg")  # undefined past the last block, but not waited for
+    first = tl.load(block_ptr + most, cache_modifier=".cg")
+    rows = tl.load(block_ptr + 2 * most, cache_modifier=".cg")
+    HALF: tl.constexpr = BLOCK_PAIRS // 2
+    if tl.program_id(1) >= tl.load(num_blocks_ptr, cache_modifier=".cg"):
+        if not GATED:
+            wait_for_previous(PDL)
+    elif HALF >= _LEAST_AT_WORK and rows <= HALF:
+        _block_products(
+            half_x,
+            weights,
+            pairs_ptr,
+            probabilities_ptr,
+            out_ptr,
+            x_stride,
+            expert,
+            first,
+            rows,
+            TOP_K,
+            OUTPUTS,
+            INPUTS,
+            GATED,
+            HALF,
+            BLOCK_OUTPUTS,
+            BLOCK_INPUTS,
+            STAGES,
+            PDL,
+        )
+    else:
+        _block_products(
+            x,
+            weights,
+            pairs_ptr,
+            probabilities_ptr,
+            out_ptr,
+            x_stride,
+            expert,
+            first,
+            rows,
+            TOP_K,
+            OUTPUTS,
+            INPUTS,
+            GATED,
+            BLOCK_PAIRS,
+            BLOCK_OUTPUTS,
+            BLOCK_INPUTS,
+            STAGES,
+            PDL,
+        )
+
+
+@triton.jit
+def _block_products(
+    x: tl.tensor,
+    weights: tl.tensor_descriptor,
+    pairs_ptr: tl.tensor,
+    probabilities_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    rows: tl.tensor,
+    TOP_K: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Of one block: `rows` pairs from `first` on, at most BLOCK_PAIRS. `x` is a pointer where GATED, else tiles."""
+    row, column = tl.arange(0, BLOCK_PAIRS), tl.arange(0, BLOCK_INPUTS)
+    place = first + tl.minimum(row, rows - 1)  # rows too many repeat the last one, and are not stored
+    pair = tl.load(pairs_ptr + place, cache_modifier=".cg")
+    output = tl.program_id(0) * BLOCK_OUTPUTS
+    weight_row = expert * (OUTPUTS * (2 if GATED else 1)) + output
+    AHEAD: tl.constexpr = PDL and BLOCK_PAIRS < _LEAST_AT_WORK  # else to wait in the loop costs more than it hides
+    if not GATED and not AHEAD:
+        wait_for_previous(PDL)
     total = tl.zeros([BLOCK_OUTPUTS, BLOCK_PAIRS], tl.float32)
     total_up = tl.zeros([BLOCK_OUTPUTS, BLOCK_PAIRS], tl.float32)
-    WHOLE: tl.constexpr = INPUTS % BLOCK_INPUTS == 0
-    for start in range(0, INPUTS, BLOCK_INPUTS):
-        inside = start + column < INPUTS
-        x = load_inside(x_at + start, inside[:, None], WHOLE)
-        total += dot(load_inside(weight_at + start, inside[None, :], WHOLE), x)
+    for start in tl.range(0, INPUTS, BLOCK_INPUTS, num_stages=STAGES):
+        weight = weights.load([weight_row, start])
         if GATED:
-            total_up += dot(load_inside(weight_at + OUTPUTS * INPUTS + start, inside[None, :], WHOLE), x)
+            source = x + (pair // TOP_K).to(tl.int64)[None, :] * x_stride + start + column[:, None]
+            inputs = load_inside(source, (start + column < INPUTS)[:, None], INPUTS % BLOCK_INPUTS == 0)
+            total_up += dot(weights.load([weight_row + OUTPUTS, start]), inputs)
+        else:
+            inputs = x.load([first, offset_after_previous(start, BLOCK_INPUTS, AHEAD)]).T
+        total += dot(weight, inputs)
     if GATED:
         total = total * tl.sigmoid(total) * total_up
         target = place
     else:
         total *= tl.load(probabilities_ptr + pair)[None, :]
         target = pair
+    output += tl.arange(0, BLOCK_OUTPUTS)
     out_at = out_ptr + target.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
     stored = (row < rows)[:, None] & (output < OUTPUTS)[None, :]
     tl.store(out_at, tl.trans(total).to(out_ptr.dtype.element_ty), mask=stored)

@@ -3,12 +3,13 @@
 Programmatic dependent launch (compute capability 9.0) starts a kernel while the one before it still runs, and as all
 release the next one at once, several may be under way. So before a kernel waits it may read only what none of the last
 few wrote, such as weights, and write nothing. Behind a kernel that was launched without it, which starts when all
-before has ended, that is all but what this kernel reads and writes.
+before has ended, that is all but what this kernel reads and writes; so it is behind one that waits before it releases.
 """
 
 import os
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,6 +88,14 @@ def check_head_dim(head_dim: int) -> None:
     """Raises StartupError for a head size that the kernels don't have."""
     if head_dim not in HEAD_DIMS:
         raise StartupError(f"head_dim {head_dim}: the Triton kernels have {HEAD_DIMS}; use the torch backend")
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; without a GPU those of compute capability 9.0."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def row_stride(x: Tensor) -> int:

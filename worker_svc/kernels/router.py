@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.kernels.launch import dot, launch_options, release_next, row_stride, wait_for_previous
+from worker_svc.kernels.launch import dot, launch_options, offset_after_previous, release_next, row_stride
 
-_STEP = 128  # inputs
 _PROGRAMS = 256  # about so many fill a GPU
 
 
@@ -21,8 +20,8 @@ def router_products(x: Tensor, norm_weight: Tensor, router: Tensor, *, pdl: bool
     `x` [T, hidden], `norm_weight` [hidden], `router` [num_experts, hidden].
     """
     (tokens, hidden_size), num_experts = x.shape, len(router)
-    block = 16 if tokens <= _PROGRAMS else 64
-    blocks, steps = triton.cdiv(tokens, block), triton.cdiv(hidden_size, _STEP)
+    block, step = (16, 128) if tokens <= _PROGRAMS else (64, 64)
+    blocks, steps = triton.cdiv(tokens, block), triton.cdiv(hidden_size, step)
     steps_of_part = triton.next_power_of_2(triton.cdiv(steps, max(_PROGRAMS // blocks, 1)))
     parts = triton.cdiv(steps, steps_of_part)
     products = torch.empty(parts, tokens, num_experts, dtype=torch.float32, device=x.device)
@@ -40,15 +39,16 @@ def router_products(x: Tensor, norm_weight: Tensor, router: Tensor, *, pdl: bool
         NUM_EXPERTS=num_experts,
         EXPERTS=max(triton.next_power_of_2(num_experts), 16),
         BLOCK_TOKENS=block,
-        STEP=_STEP,
+        STEP=step,
         STEPS=steps_of_part,
-        num_warps=4 if block == 16 else 8,
+        STAGES=1 if steps_of_part == 1 else 3,
+        num_warps=4,
         **launch_options(pdl),
     )
     return products, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _router_kernel(
     x_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
@@ -64,6 +64,7 @@ def _router_kernel(
     BLOCK_TOKENS: tl.constexpr,
     STEP: tl.constexpr,
     STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program per part of the inputs and block of tokens."""
@@ -71,25 +72,23 @@ def _router_kernel(
     part = tl.program_id(0)
     token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     expert = tl.arange(0, EXPERTS)
-    column = part * STEPS * STEP + tl.arange(0, STEP)
+    column = tl.arange(0, STEP)
     is_expert, is_token = expert < NUM_EXPERTS, token < tokens
-    router_at = router_ptr + expert[None, :] * router_stride
-    x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride
-    here = column < HIDDEN_SIZE
-    router = tl.load(router_at + column[:, None], mask=here[:, None] & is_expert[None, :], other=0)  # [STEP, EXPERTS]
-    wait_for_previous(PDL)
+    router_at = router_ptr + expert[None, :] * router_stride + column[:, None]  # [STEP, EXPERTS]
+    x_at = x_ptr + token.to(tl.int64)[:, None] * x_stride + column[None, :]
     products = tl.zeros([BLOCK_TOKENS, EXPERTS], tl.float32)
-    squares = tl.zeros([BLOCK_TOKENS], tl.float32)
-    for step in range(STEPS):
-        x = tl.load(x_at + column[None, :], mask=is_token[:, None] & here[None, :], other=0)
+    squares = tl.zeros([BLOCK_TOKENS, STEP], tl.float32)
+    first = part * STEPS * STEP
+    for start in tl.range(first, first + STEPS * STEP, STEP, num_stages=STAGES):
+        here = start + column < HIDDEN_SIZE
+        router = tl.load(router_at + start, mask=here[:, None] & is_expert[None, :], other=0)
+        norm_weight = tl.load(norm_weight_ptr + start + column, mask=here, other=0).to(tl.float32)
+        x_start = offset_after_previous(start, STEP, PDL)
+        x = tl.load(x_at + x_start, mask=is_token[:, None] & here[None, :], other=0)
         wide = x.to(tl.float32)
-        norm_weight = tl.load(norm_weight_ptr + column, mask=here, other=0).to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
+        squares += wide * wide
         products += dot((wide * norm_weight[None, :]).to(x.dtype), router)
-        column += STEP
-        here = (column < HIDDEN_SIZE) & (step + 1 < STEPS)
-        router = tl.load(router_at + column[:, None], mask=here[:, None] & is_expert[None, :], other=0)
     row = part * tokens + token
-    tl.store(squares_ptr + row, squares, mask=is_token)
+    tl.store(squares_ptr + row, tl.sum(squares, axis=1), mask=is_token)
     at = products_ptr + row.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
     tl.store(at, products, mask=is_token[:, None] & is_expert[None, :])

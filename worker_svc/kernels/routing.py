@@ -10,6 +10,9 @@ from torch import Tensor
 from worker_svc.kernels.launch import launch_options, release_next, row_stride, wait_for_previous
 from worker_svc.kernels.router import router_products
 
+_BLOCK = 1024  # columns that a program norms at a time
+_PARTS = 16  # of the router's product, that it adds at a time
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -68,42 +71,26 @@ def norm_route(
         routed.experts,
         y,
         eps,
+        parts,
         tokens,
         row_stride(x),
         choice.first,
         choice.num_local,
-        PARTS=parts,
+        PARTS=_PARTS,
         HIDDEN_SIZE=hidden_size,
         NUM_EXPERTS=num_experts,
         TOP_K=choice.top_k,
         RENORMALIZE=choice.renormalize,
         EXPERTS=max(triton.next_power_of_2(num_experts), 2),
-        COLUMNS=triton.next_power_of_2(hidden_size),
-        num_warps=4,
+        PLACES=triton.next_power_of_2(choice.top_k),
+        BLOCK=_BLOCK,
+        num_warps=1,  # so that each of many small reductions stays in a warp
         **launch_options(pdl),
     )
     return y, routed
 
 
-@triton.jit
-def ranked_experts(
-    logit: tl.tensor, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Rank and probability of each expert of one token, [EXPERTS]. Ranks are a permutation, whatever the logits are.
-
-    `logit` [EXPERTS] float32, -infinity past the last expert.
-    """
-    expert = tl.arange(0, EXPERTS)
-    key = tl.where(logit == logit, logit, -float("inf"))  # NaN has no order
-    above = key[None, :] > key[:, None]
-    equal_before = (key[None, :] == key[:, None]) & (expert[None, :] < expert[:, None])
-    rank = tl.sum((above | equal_before).to(tl.int32), axis=1)
-    p = tl.exp(logit - tl.max(key, axis=0))
-    chosen = tl.where(rank < TOP_K, p, 0.0)
-    return rank, p / (tl.sum(chosen, axis=0) if RENORMALIZE else tl.sum(p, axis=0))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "tokens"])
 def _route_kernel(
     products_ptr: tl.tensor,
     squares_ptr: tl.tensor,
@@ -114,6 +101,7 @@ def _route_kernel(
     experts_ptr: tl.tensor,
     y_ptr: tl.tensor,
     eps: tl.tensor,
+    parts: tl.tensor,
     tokens: tl.tensor,
     x_stride: tl.tensor,
     first: tl.tensor,
@@ -124,28 +112,64 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program per token."""
     release_next(PDL)
     token = tl.program_id(0).to(tl.int64)
-    expert, column = tl.arange(0, EXPERTS), tl.arange(0, COLUMNS)
-    weight = tl.load(norm_weight_ptr + column, mask=column < HIDDEN_SIZE, other=0).to(tl.float32)
+    expert, place = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + token * x_stride + column, mask=column < HIDDEN_SIZE, other=0)
+    slot = tl.load(slot_mapping_ptr + token)
     logit = tl.where(expert < NUM_EXPERTS, 0.0, -float("inf"))
     square = 0.0
-    for part in tl.static_range(PARTS):
-        row = part * tokens + token
-        logit += tl.load(products_ptr + row * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=0)
-        square += tl.load(squares_ptr + row)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        row = part * tokens.to(tl.int64) + token
+        at = products_ptr + row[:, None] * NUM_EXPERTS + expert[None, :]
+        here = (part < parts)[:, None] & (expert < NUM_EXPERTS)[None, :]
+        logit += tl.sum(tl.load(at, mask=here, other=0), axis=0)
+        square += tl.sum(tl.load(squares_ptr + row, mask=part < parts, other=0), axis=0)
     factor = tl.rsqrt(square / HIDDEN_SIZE + eps)
-    y = (x.to(tl.float32) * factor).to(x.dtype).to(tl.float32) * weight  # rounded between, as by norm.rms_norm
-    tl.store(y_ptr + token * HIDDEN_SIZE + column, y.to(x.dtype), mask=column < HIDDEN_SIZE)
-    rank, p = ranked_experts(logit * factor, TOP_K, RENORMALIZE, EXPERTS)
-    local = expert - first
-    here = (local >= 0) & (local < num_local) & (tl.load(slot_mapping_ptr + token) >= 0)
-    chosen = rank < TOP_K
-    tl.store(probabilities_ptr + token * TOP_K + rank, p, mask=chosen)
-    tl.store(experts_ptr + token * TOP_K + rank, tl.where(here, local, -1), mask=chosen)
+    for start in tl.static_range(0, HIDDEN_SIZE, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < HIDDEN_SIZE
+        weight = tl.load(norm_weight_ptr + column, mask=inside, other=0).to(tl.float32)
+        x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0)
+        y = (x.to(tl.float32) * factor).to(x.dtype).to(tl.float32) * weight  # rounded between, as by norm.rms_norm
+        tl.store(y_ptr + token * HIDDEN_SIZE + column, y.to(x.dtype), mask=inside)
+    chosen, p = best_experts(logit * factor, TOP_K, RENORMALIZE, EXPERTS, PLACES)
+    local = chosen - first
+    here = (local >= 0) & (local < num_local) & (slot >= 0)
+    tl.store(probabilities_ptr + token * TOP_K + place, p, mask=place < TOP_K)
+    tl.store(experts_ptr + token * TOP_K + place, tl.where(here, local, -1), mask=place < TOP_K)
+
+
+@triton.jit
+def best_experts(
+    logit: tl.tensor, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The TOP_K best experts of one token and their probabilities, [PLACES]. They differ, whatever the logits are.
+
+    `logit` [EXPERTS] float32, -infinity past the last expert.
+    """
+    expert, place = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
+    key = _ordered(tl.where(logit == logit, logit, -float("inf")).to(tl.int32, bitcast=True))  # NaN has no order
+    chosen, best = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.int32)
+    for k in tl.static_range(TOP_K):
+        largest = tl.max(key, axis=0)
+        index = tl.min(tl.where(key == largest, expert, EXPERTS), axis=0)
+        key = tl.where(expert == index, -(2**31), key)
+        chosen = tl.where(place == k, index, chosen)
+        best = tl.where(place == k, largest, best)
+    score = tl.where(place < TOP_K, _ordered(best).to(tl.float32, bitcast=True), -float("inf"))
+    peak = tl.max(score, axis=0)
+    p = tl.exp(score - peak)
+    return chosen, p / (tl.sum(p, axis=0) if RENORMALIZE else tl.sum(tl.exp(logit - peak), axis=0))
+
+
+@triton.jit
+def _ordered(bits: tl.tensor) -> tl.tensor:
+    """Integers in the order of the float32 that have these bits, and back: a warp compares integers in one step."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -29,13 +29,13 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.zeros(rows, hidden_size))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] to [T, hidden]: each token's row, from the rank that has it."""
+        """[T] to [T, hidden], a part of a sum over the ranks: each token's row on the rank that has it, else zeros."""
         if self.group.size == 1:
             return functional.embedding(token_ids, self.weight)
         local = token_ids - self.start
         nearest = local.clamp(0, len(self.weight) - 1)
         rows = functional.embedding(nearest, self.weight)
-        return self.group.all_reduce(rows.masked_fill_((nearest != local)[:, None], 0))
+        return rows.masked_fill_((nearest != local)[:, None], 0)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, hidden] to [N, rows], `out` where it is given: logits of this rank's tokens; padding has -infinity."""

@@ -1,7 +1,7 @@
 """The router and the experts of one mixture-of-experts layer, and how they are split over the ranks.
 
-Either every rank has a part of each expert's width, or whole experts; both need one all-reduce. The router is whole on
-every rank, so that all of them choose the same experts.
+Either every rank has a part of each expert's width, or whole experts; both give a part of a sum over the ranks. The
+router is whole on every rank, so that all of them choose the same experts.
 """
 
 from collections.abc import Iterator
@@ -62,14 +62,15 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(split.count, hidden_size, split.size))
 
     def forward(self, x: Tensor, norm: Norm, router: Tensor, slot_mapping: Tensor) -> Tensor:
-        """x + the weighted sum of the chosen experts of norm(x), [T, hidden]; `x` may be overwritten.
+        """This rank's part of x + the weighted sum of the chosen experts of norm(x), [T, hidden]. `x`, a part too, may
+        be overwritten.
 
         `router` [num_experts, hidden]; tokens whose slot is -1 are padding, which no expert computes.
         """
         routing = Routing(router, self._moe.experts_per_token, self._moe.norm_topk_prob)
         experts = ExpertWeights(self.gate_up_proj, self.down_proj, self._split.first)
         residual = x if self._group.rank == 0 else None
-        return self._group.all_reduce(self._ops.norm_experts_add(x, norm, routing, experts, slot_mapping, residual))
+        return self._ops.norm_experts_add(x, norm, routing, experts, slot_mapping, residual)
 
     def shards(self, name: str) -> Iterator[Shard]:
         """Three matrices of each expert; of another rank's, which the checkpoint has too, no rows."""

@@ -1,7 +1,7 @@
 """Linear layers split over the ranks. Beside embedding.py and experts.py nothing knows how parameters are split.
 
 Megatron-LM's scheme (Shoeybi et al. 2019): the layers that widen are split by output, those that narrow by input, so
-that attention and feed-forward need one all-reduce each.
+that attention and feed-forward need one sum over the ranks each, which the norm after it makes: see layers.ops.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,7 +90,7 @@ class GatedLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """A matrix split by input: [T, this rank's inputs] to [T, out_features], summed over the ranks and a residual."""
+    """A matrix split by input: [T, this rank's inputs] to [T, out_features], a part of a sum over the ranks."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, group: TensorParallel, ops: Ops) -> None:
         super().__init__()
@@ -101,11 +101,11 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Gives residual + product. One rank adds the residual, which all have, and the bias before the sum over the
-        ranks: nothing is left to do after it. `residual` [T, out_features] may be overwritten."""
+        """This rank's part of residual + product. One rank adds the residual, which all have, and the bias: nothing is
+        left to do after the sum over the ranks. `residual` [T, out_features] may be overwritten."""
         if self.group.rank == 0:
-            return self.group.all_reduce(self._ops.linear_add(x, self.weight, residual, self.bias))
-        return self.group.all_reduce(self._ops.linear_add(x, self.weight, None))
+            return self._ops.linear_add(x, self.weight, residual, self.bias)
+        return self._ops.linear_add(x, self.weight, None)
 
     def shards(self, name: str) -> Iterator[Shard]:
         """The columns of this rank, and the whole bias."""

@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         return Norm(self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, size] to [T, size]."""
+        """[T, size], this rank's part of a sum, to [T, size]."""
         return self._ops.rms_norm(x, self.norm)
 
     def shards(self, name: str) -> Iterator[Shard]:

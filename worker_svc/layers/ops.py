@@ -1,6 +1,7 @@
 """The operations that a device may fuse, as layers see them: one implementation is chosen per device.
 
-Everything else that layers compute is plain torch on every device. Knows nothing of models and ranks.
+Everything else that layers compute is plain torch on every device. Knows nothing of models. What flows between layers
+is each rank's part of a sum; a sum over the ranks is only needed where a norm comes next, so norms make it.
 """
 
 from dataclasses import dataclass
@@ -55,10 +56,11 @@ class ExpertWeights:
 
 
 class Ops(Protocol):
-    """Tensors of T tokens in, tensors of T tokens out. Arguments may be overwritten where a method says so."""
+    """Tensors of T tokens in, tensors of T tokens out. Arguments may be overwritten where a method says so. `x` before
+    a norm is this rank's part of a sum over the ranks, which takes its place."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, [T, hidden]."""
 
     def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[T, hidden] to [T, out_features]: rms_norm(x) @ weight^T + bias."""

@@ -8,14 +8,18 @@ from worker_svc.layers.kv_cache import LayerCache
 from worker_svc.layers.norm import normalize, wide
 from worker_svc.layers.ops import ExpertWeights, Norm, QKNorm, Routing
 from worker_svc.layers.rotary import rotate
+from worker_svc.parallel import ALONE, TensorParallel
 
 
 class TorchOps:
     """See layers.ops.Ops."""
 
+    def __init__(self, group: TensorParallel = ALONE) -> None:
+        self._group = group
+
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Ops."""
-        return normalize(x, norm.weight, norm.eps)
+        return normalize(self._group.all_reduce(x), norm.weight, norm.eps)
 
     def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Ops."""

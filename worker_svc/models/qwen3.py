@@ -1,6 +1,7 @@
 """Qwen3, the dense family (Qwen3ForCausalLM): pre-norm decoder, grouped-query attention with QK norm, SwiGLU.
 
-Pure computation: tensors in, tensors out. K/V memory and the step's attention are arguments.
+Pure computation: tensors in, tensors out. K/V memory and the step's attention are arguments. What flows from layer to
+layer, `x`, is each rank's part of a sum: see layers.ops.
 """
 
 from collections.abc import Callable

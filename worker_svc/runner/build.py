@@ -59,7 +59,7 @@ def build_runner(
     device = device or torch.device("cpu")
     torch.set_num_threads(config.threads)
     dtype: torch.dtype = getattr(torch, dtype_name(config, model_config))
-    kernels = _kernels(config, model_config, dtype, device)
+    kernels = _kernels(config, model_config, dtype, group, device)
     model = empty_model(config, model_config, dtype, group, kernels, device)
     if config.load_format == "dummy":
         fill_at_random(model, config.load_seed)
@@ -72,20 +72,23 @@ def build_runner(
     return build_kernel_runner(config, model_config, model, group, device)
 
 
-def _kernels(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
+def _kernels(
+    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, group: TensorParallel, device: torch.device
+) -> Ops:
     """The fused kernels where they can run, torch elsewhere. Raises StartupError where they were asked for."""
     if config.attention == "torch":
-        return TorchOps()
+        return TorchOps(group)
     problem = _unfit(config, model, dtype, device)
     if problem is None:
-        from worker_svc.layers.triton_ops import TritonOps
+        from worker_svc.layers.triton_ops import TritonOps, prefer_cublaslt
 
-        return TritonOps(pdl=torch.cuda.get_device_capability(device) >= (9, 0))
+        prefer_cublaslt()
+        return TritonOps(torch.cuda.get_device_capability(device) >= (9, 0), group)
     if config.attention != "auto":
         raise StartupError(f"--attention {config.attention}: {problem}")
     if device.type == "cuda":
         _log.warning("the torch reference computes everything: it is slow", reason=problem)
-    return TorchOps()
+    return TorchOps(group)
 
 
 def _unfit(config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -166,7 +169,7 @@ def make_cache(
 
 def make_limits(config: WorkerConfig, model: ModelConfig, num_blocks: int, device: torch.device) -> Limits:
     """The bounds of plans."""
-    max_num_seqs, max_num_batched_tokens = config.batch_size(on_gpu=device.type == "cuda")
+    max_num_seqs, max_num_batched_tokens = config.batch_size(device.type == "cuda", model.moe is not None)
     return Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

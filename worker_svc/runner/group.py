@@ -16,7 +16,7 @@ from shared.types import DEPTH_LIMIT, StepPlan, StepResult
 from shared.wire import plan_from_pb
 from worker_svc.parallel import TensorParallel
 from worker_svc.progress import Progress
-from worker_svc.runner.runner import PendingTokens, Runner
+from worker_svc.runner.runner import PendingTokens, PlanRunner, Runner
 
 _log = structlog.get_logger(__name__)
 
@@ -79,7 +79,7 @@ class GroupRunner:
         self._group.leave()
 
 
-def follow(runner: Runner, group: TensorParallel, progress: Progress) -> None:
+def follow(runner: PlanRunner, group: TensorParallel, progress: Progress) -> None:
     """Runs what rank 0 passes on until it says to end. Raises RankLost where it ends without a word."""
     pending: deque[PendingTokens] = deque()
     while (command := group.receive_bytes()) != _QUIT:
@@ -91,7 +91,7 @@ def follow(runner: Runner, group: TensorParallel, progress: Progress) -> None:
     group.leave()
 
 
-def _follow_step(runner: Runner, data: bytes, pending: deque[PendingTokens]) -> None:
+def _follow_step(runner: PlanRunner, data: bytes, pending: deque[PendingTokens]) -> None:
     """Begins a step; waits for an older one where as many are running as rank 0 may have."""
     try:
         pending.append(runner.step(parse_plan(worker_pb2.StepPlan.FromString(data))))

@@ -39,7 +39,18 @@ class PendingTokens(Protocol):
         """Waits for it. Once, in the order of the steps, from any one thread."""
 
 
-class Runner(Protocol):
+class PlanRunner(Protocol):
+    """What runs the plans of an epoch."""
+
+    def open_epoch(self) -> None:
+        """Drops all batch state once the running step has ended; weights and K/V memory stay."""
+
+    def step(self, plan: StepPlan) -> PendingTokens:
+        """Starts a step. Raises InvalidRequest for a plan that does not follow; after any error a new epoch must be
+        opened."""
+
+
+class Runner(PlanRunner, Protocol):
     """One rank's model, K/V memory and batch state."""
 
     batch: BatchState
@@ -58,13 +69,6 @@ class Runner(Protocol):
     @property
     def graph_launches(self) -> int:
         """How often they were launched so far."""
-
-    def open_epoch(self) -> None:
-        """Drops all batch state once the running step has ended; weights and K/V memory stay."""
-
-    def step(self, plan: StepPlan) -> PendingTokens:
-        """Starts a step. Raises InvalidRequest for a plan that does not follow; after any error a new epoch must be
-        opened."""
 
 
 class TorchRunner:

@@ -25,6 +25,7 @@ from shared import __version__
 from shared.errors import InvalidRequest, NotReplayable, Unavailable
 from shared.model_config import ModelConfig, SamplingDefaults
 from shared.pb import core_pb2
+from shared.tokens import caller
 
 FLUSH_POLL_S = 0.05
 _MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
@@ -65,7 +66,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         """Ids that are not live are passed over: a request may end while its gateway gives it up."""
-        await asyncio.gather(*(self._link.abort(request_id) for request_id in request.request_ids))
+        scoped = caller.get().scoped
+        await asyncio.gather(*(self._link.abort(scoped(request_id)) for request_id in request.request_ids))
         return vllm.AbortResponse()
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Any) -> vllm.HealthCheckResponse:

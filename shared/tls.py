@@ -1,0 +1,91 @@
+"""gRPC's credentials from PEM files, for both ends of every connection. Knows no service."""
+
+import os
+import ssl
+
+import grpc
+
+from shared.reloaded import Reloaded
+from shared.security import ClientSecurity, ServerSecurity
+
+_FAILED = "failed to connect"
+_HINTS = (
+    ("certificate has expired", "the server's certificate has expired"),
+    ("certificate is not yet valid", "the server's certificate is not valid yet: compare the clocks"),
+    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by an authority of --tls-ca"),
+    (
+        "Hostname Verification",
+        "the server's certificate is for another name: dial that one, or give it as --tls-server-name",
+    ),
+    ("WRONG_VERSION_NUMBER", "the server speaks plain text: leave --tls-ca out"),
+    ("Socket closed", "does the server speak TLS (--tls-ca), or want a certificate (--tls-cert, --tls-key)?"),
+)
+"""What gRPC reports of a handshake, and what a person can do about it; the first one counts."""
+
+
+def server_credentials(security: ServerSecurity) -> grpc.ServerCredentials | None:
+    """Read again for every handshake, so that new certificates and authorities count from the next one on.
+
+    None for plain text. Raises StartupError for files that can't be used.
+    """
+    if security.tls_cert is None:
+        return None
+    files = Reloaded((security.tls_cert, security.tls_key, security.tls_client_ca), _server_configuration)
+    return grpc.dynamic_ssl_server_credentials(files.get(), files.get, security.tls_client_ca is not None)
+
+
+def channel_credentials(security: ClientSecurity) -> Reloaded[grpc.ChannelCredentials] | None:
+    """A channel keeps those that it was made with: new ones need a new channel.
+
+    None for plain text. Raises StartupError for files that can't be used.
+    """
+    if security.tls_ca is None:
+        return None
+    return Reloaded((security.tls_ca, security.tls_cert, security.tls_key), _channel_credentials)
+
+
+def explained(details: str) -> str:
+    """What gRPC says of a failed call, in words that say what to do where TLS is why."""
+    if not details.startswith(_FAILED):
+        return details
+    hint = next((hint for found, hint in _HINTS if found in details), None)
+    return details if hint is None else f"{hint} ({details})"
+
+
+def _server_configuration(
+    certificate: bytes, key: bytes, client_ca: bytes | None
+) -> grpc.ServerCertificateConfiguration:
+    _check_pair(certificate, key)
+    if client_ca is not None:
+        _check_authorities(client_ca)
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+
+
+def _channel_credentials(ca: bytes, certificate: bytes | None, key: bytes | None) -> grpc.ChannelCredentials:
+    _check_authorities(ca)
+    if certificate is not None and key is not None:
+        _check_pair(certificate, key)
+    return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def _check_pair(certificate: bytes, key: bytes) -> None:
+    """gRPC would tell of a bad pair only in handshakes. OpenSSL reads files alone; this one is in memory."""
+    handle = os.memfd_create("tls")
+    try:
+        os.write(handle, b"\n".join((key, certificate)))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(f"/proc/self/fd/{handle}", password=_no_passphrase)
+    except ssl.SSLError as error:
+        raise ValueError(f"no certificate and private key in PEM that belong together ({error.reason})") from None
+    finally:
+        os.close(handle)
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the private key is encrypted: store it without a passphrase, readable to the server alone")
+
+
+def _check_authorities(pem: bytes) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError):
+        raise ValueError("no certificates of authorities in PEM") from None
