@@ -10,7 +10,7 @@ INSTALL := install --quiet --no-compile
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types stubs protos core unit service fuzz audit clean
+.PHONY: demo test lint types stubs protos core unit service fuzz soak audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
@@ -68,6 +68,10 @@ service: $(VENV)/.develops
 SECONDS ?= 60
 fuzz: $(VENV)/.develops
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+# Three minutes of mixed work and faults of every kind; longer: python -m bench.soak --seconds 1800
+soak: $(VENV)/.develops
+	$(BIN)/python -m bench.soak --seconds 180
 
 # Known vulnerabilities of what is installed. Asks PyPI, so it is no part of `make test`; fails where it can't ask.
 audit: $(VENV)/.develops

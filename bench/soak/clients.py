@@ -3,7 +3,6 @@
 import asyncio
 import random
 import time
-from collections import Counter
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -18,6 +17,8 @@ SLOW_S = 0.05
 LATE_S = (0.02, 0.5)
 MOST_ASKED_S = 120.0
 """That nobody accepts a request before it counts as lost."""
+EXPECTED = {"aborted": Aborted, "late": DeadlineExceeded}
+"""What a request of this fate may end with."""
 
 
 @dataclass(slots=True)
@@ -25,9 +26,9 @@ class Tally:
     """How requests ended."""
 
     started: int = 0
-    ends: Counter[str] = field(default_factory=Counter)
+    ends: dict[str, int] = field(default_factory=dict)
     """complete, aborted, left, late; and lost, which none should be."""
-    kinds: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, int] = field(default_factory=dict)
     asked_again: int = 0
     """Times that nobody accepted a request, as while the scheduler restarts."""
     lost: list[str] = field(default_factory=list)
@@ -53,14 +54,17 @@ class Clients:
         self._expected: list[Completion] = []
         self._random = random.Random(seed)
         self._count = count
+        self._began = 0.0
         self._stopping = False
 
     async def learn(self) -> None:
         """The undisturbed run: every request once, before anything happens."""
-        self._expected = [await self._client.complete(kind.prompt, **kind.options) for kind in self._kinds]
+        asked = (self._client.complete(kind.prompt, **kind.options) for kind in self._kinds)
+        self._expected = await asyncio.gather(*asked)
 
     async def run(self) -> None:
         """Until `stop`, then until the last one has ended."""
+        self._began = time.monotonic()
         await asyncio.gather(*(self._ask_on() for _ in range(self._count)))
 
     def stop(self) -> None:
@@ -72,38 +76,34 @@ class Clients:
             number = self._random.randrange(len(self._kinds))
             kind, how = self._kinds[number], fate(self._random)
             self.tally.started += 1
-            self.tally.kinds[kind.name] += 1
+            _count(self.tally.kinds, kind.name)
             end = await self._ask(kind, self._expected[number], how)
-            self.tally.ends[end] += 1
+            _count(self.tally.ends, end)
 
     async def _ask(self, kind: Kind, expected: Completion, how: str) -> str:
         """How it ended. One that nobody accepts is asked for again, as any caller would."""
         deltas: list[Delta] = []
         began = time.monotonic()
-        while True:
+        end = ""
+        while not end:
             try:
                 end = await self._read(kind, how, deltas)
-                break
-            except Aborted:
-                end = "aborted"
-                break
-            except DeadlineExceeded:
-                end = "late"
-                break
             except (Unavailable, QueueFull) as error:
                 if deltas or time.monotonic() - began > MOST_ASKED_S:
-                    return self._lost(kind, error)
+                    return self._lost(kind, how, deltas, error)
                 self.tally.asked_again += 1
                 await asyncio.sleep(ASK_AGAIN_S)
             except TandemError as error:
-                return self._lost(kind, error)
-        if end != "complete" and end != {"aborted": "aborted", "left": "left", "late": "late"}.get(how):
-            return self._lost(kind, RuntimeError(f"it ended {end}"))
+                if not isinstance(error, EXPECTED.get(how, ())):
+                    return self._lost(kind, how, deltas, error)
+                end = how
         self._compare(kind, expected, deltas, whole=end == "complete")
         return end
 
-    def _lost(self, kind: Kind, error: Exception) -> str:
-        self.tally.lost.append(f"{kind.name}: {type(error).__name__}: {error}")
+    def _lost(self, kind: Kind, how: str, deltas: list[Delta], error: Exception) -> str:
+        at = time.monotonic() - self._began
+        found = f"{at:.1f} s: {kind.name}, {how}, after {len(deltas)} messages: {type(error).__name__}: {error}"
+        self.tally.lost.append(found)
         return "lost"
 
     async def _read(self, kind: Kind, how: str, deltas: list[Delta]) -> str:
@@ -144,6 +144,10 @@ class Clients:
                 self.tally.wrong.append(f"{kind.name} {sample.index}: {tokens}, not {list(wanted)}; {text!r}")
         if whole and not _same(completion_from("", 0, deltas), expected):
             self.tally.wrong.append(f"{kind.name}: logprobs, ends or usage differ")
+
+
+def _count(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1
 
 
 def _same(one: Completion, other: Completion) -> bool:

@@ -57,7 +57,7 @@ def show(report: Report) -> None:
     table.add_column("how many", justify="right")
     rows = {
         "requests": tally.ended,
-        **{f"  {end}": count for end, count in tally.ends.most_common()},
+        **{f"  {end}": count for end, count in sorted(tally.ends.items())},
         "requests a second": round(tally.ended / report.seconds, 1),
         "output tokens": tally.tokens,
         "faults": len(report.faults),
