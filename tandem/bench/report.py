@@ -52,11 +52,12 @@ def draw(title: str, measured: Sequence[Measured], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, (ttft, gaps, throughput) = pyplot.subplots(3, 1, figsize=(8, 10), layout="constrained")
-    for one in measured:
-        ttft.ecdf(one.ttft_ms, label=one.point.what)
+    for number, one in enumerate(measured):
+        line = {"label": one.point.what, "color": f"C{number}"}  # the same on every axis, where it is on any
+        ttft.ecdf(one.ttft_ms, **line)
         if one.gaps_ms.size:
-            gaps.ecdf(np.maximum(one.gaps_ms, 1e-3), label=one.point.what)
-        throughput.step(*_rates(one.times_s, one.counts), where="post", label=one.point.what)
+            gaps.ecdf(np.maximum(one.gaps_ms, 1e-3), **line)
+        throughput.step(*_rates(one.times_s, one.counts), where="post", **line)
     for axis, name in ((ttft, "time to first token, ms"), (gaps, "gap between messages of a stream, ms")):
         axis.set(xlabel=name, ylabel="share", xscale="log", ylim=(0, 1))
     throughput.set(xlabel="seconds since the start", ylabel="output tokens/s", ylim=(0, None))

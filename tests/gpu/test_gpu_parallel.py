@@ -93,13 +93,15 @@ def test_graphs_give_what_eager_steps_give(results: list[dict[str, Any]]) -> Non
 
 
 def test_logits_are_within_the_noise_of_bfloat16(folder: Path, results: list[dict[str, Any]]) -> None:
-    """Both sizes of group compute in bfloat16, so each is compared with float32."""
+    """Both sizes of group compute in bfloat16, so each is compared with float32. Two ranks round what flows between the
+    layers once more than one, each its part of the sum: sqrt(2) times the error, if there were no other.
+    """
     exact = torch.load(folder / "exact")
     split = torch.cat([result["logits"] for result in results], dim=1)[:, : exact.shape[1]]
     whole = logits(folder / "large", TensorParallel())[:, : exact.shape[1]]
     error, error_of_one = (float((one - exact).norm() / exact.norm()) for one in (split, whole))
     print(f"relative error {error:.4f}, of one GPU {error_of_one:.4f}")
-    assert error < 1.3 * error_of_one
+    assert error < 1.5 * error_of_one
 
 
 @pytest.mark.parametrize("rank", [0, 1])

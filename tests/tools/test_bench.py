@@ -95,12 +95,19 @@ def test_settings_have_bounds(wrong: dict[str, float]) -> None:
         BenchConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_plots_are_pngs(tmp_path: Path) -> None:
+def test_plots_are_pngs_in_which_a_point_has_one_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
     from tandem.bench.report import draw
 
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    without_gaps = measuring._measured("prompts", 100.0, Goals(1, 1), [{**seen(), "gaps": np.array([])}])
     measured = measuring._measured("two", 100.0, Goals(1, 1), [seen()])
-    draw("title", [measured, measured], tmp_path / "plot.png")
+    draw("title", [without_gaps, measured], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    colors = {line.get_color() for axis in pyplot.gcf().axes for line in axis.lines if line.get_label() == "two"}
+    pyplot.clf()
+    assert colors == {"C1"}
 
 
 def test_a_client_that_cannot_start_ends_the_run(server: Server) -> None:
