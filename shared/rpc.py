@@ -68,6 +68,9 @@ RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata that tells a client when to try again; only QueueFull has it."""
 DETAILS = "grpc-status-details-bin"
 """The same for clients in other languages: a google.rpc.Status with a RetryInfo."""
+ABORTED = "tandem-aborted"
+"""Trailing metadata of a call whose request was aborted by its id. One that is CANCELLED without it, and not by its
+caller, was ended by a server that had no more time for it, or by something in between."""
 REQUEST_ID = "tandem-request-id-bin"
 """Initial metadata of Generate, sent when the request is accepted, which may be long before its first token. A client
 that loses its server afterwards may go on elsewhere; one that never got it learns at once that nobody serves."""
@@ -100,7 +103,11 @@ async def _abort(context: Any, error: Exception) -> None:
     if code is None:
         _log.exception("a call failed by a bug", exc_info=error)
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
-    trailers = _retry_trailers(error) if isinstance(error, errors.QueueFull) else ()
+    trailers: tuple[tuple[str, str | bytes], ...] = ()
+    if isinstance(error, errors.QueueFull):
+        trailers = _retry_trailers(error)
+    elif isinstance(error, errors.Aborted):
+        trailers = ((ABORTED, "by-id"),)
     await context.abort(code, str(error), trailers)
 
 

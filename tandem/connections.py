@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from shared.dialer import Dialer
-from shared.errors import TandemError
+from shared.errors import Aborted, TandemError, Unavailable
 from shared.pb import generation_pb2_grpc as rpc
-from shared.rpc import RETRY_AFTER, error_from_status
+from shared.rpc import ABORTED, RETRY_AFTER, error_from_status
 from shared.tls import explained
 
 C = TypeVar("C")
@@ -82,12 +82,18 @@ class Connections(Generic[C]):
 
 
 def error_of(error: Any) -> TandemError:
-    """The server's error; also what gRPC itself reports, as the kind that has its status code."""
+    """The server's error; also what gRPC itself reports, as the kind that has its status code.
+
+    A call that neither its caller nor an Abort has ended is Unavailable: its server stops.
+    """
     trailers = dict(error.trailing_metadata() or ())
     details = explained(error.details() or "")
     retry_after = str(trailers.get(RETRY_AFTER, ""))  # gRPC itself reads it: negative or none of a number means never
     retry_after_ms = int(retry_after) if retry_after.isdecimal() and len(retry_after) < 10 else 0
-    return error_from_status(error.code().value[0], details, retry_after_ms)
+    found = error_from_status(error.code().value[0], details, retry_after_ms)
+    if isinstance(found, Aborted) and ABORTED not in trailers:
+        return Unavailable(f"the server ended the call ({details}): it may be shutting down")
+    return found
 
 
 class Asking:
