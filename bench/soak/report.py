@@ -75,7 +75,9 @@ def show(report: Report) -> None:
     counts = Counter(fault.name for fault in report.faults)
     console.print("faults: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
     for growth in report.growths[:MOST_SHOWN]:
-        console.print(f"{growth.role}: {growth.warm_mib:,.0f} to {growth.last_mib:,.0f} MiB in {growth.seconds:,.0f} s")
+        files = f"{growth.warm_files} to {growth.last_files} open files"
+        mib = f"{growth.warm_mib:,.0f} to {growth.last_mib:,.0f} MiB"
+        console.print(f"{growth.role}: {mib}, {files} in {growth.seconds:,.0f} s")
     for problem in report.problems():
         console.print(problem[:1000], markup=False)
 

@@ -24,7 +24,7 @@ from tests.service.tunnel import Tunnel, run_in
 HERE, THERE, PORT = "10.77.0.1", "10.77.0.2", 50052
 STEP_TIMEOUT_S = 2.0
 TOKENS_BEFORE = 10
-DOWN_S = 1.0
+DOWN_S = 0.5
 """That the link stays down after its loss was noticed."""
 CASES = {"both ways": (True, True), "to the worker": (True, False), "from the worker": (False, True)}
 

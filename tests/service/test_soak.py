@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.soak.faults import FAULTS, schedule
 from bench.soak.work import kinds
 
-SECONDS = 55.0
+SECONDS = 45.0
 
 
 def test_every_request_ends_once_as_in_the_undisturbed_run(tmp_path: Path) -> None:
