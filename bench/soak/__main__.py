@@ -49,7 +49,7 @@ class Soak:
         counting, sampling = asyncio.create_task(self._count()), asyncio.create_task(self._sample())
         try:
             began = time.monotonic()
-            for fault in schedule(self._report.seed, self._report.seconds):
+            for fault in schedule(self._report.seed, self._report.seconds, self._report.every):
                 await asyncio.sleep(began + fault.at_s - time.monotonic())
                 self._begin(fault)
             await asyncio.sleep(began + self._report.seconds - time.monotonic())
@@ -120,6 +120,9 @@ async def soak(folder: Path, report: Report, workers: int, step_timeout: float) 
 def main(
     seconds: Annotated[float, typer.Option(help="that faults happen")] = 180.0,
     seed: Annotated[int, typer.Option(help="of the faults and of the work")] = 1,
+    every: Annotated[
+        float, typer.Option(help="seconds from one fault to the next, half to one and a half of it")
+    ] = 3.0,
     clients: Annotated[int, typer.Option(help="that ask at the same time")] = 16,
     workers: Annotated[int, typer.Option(help="groups; the first one has two ranks")] = 2,
     step_timeout: Annotated[float, typer.Option(help="as of tandem scheduler and tandem worker")] = 2.0,
@@ -127,7 +130,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="draw throughput and faults here")] = None,
 ) -> None:
     """Prints a table."""
-    report = Report(seed, seconds, clients, Tally())
+    report = Report(seed, seconds, every, clients, Tally())
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(soak(Path(folder), report, workers, step_timeout))
         problems = report.problems()

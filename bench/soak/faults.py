@@ -12,8 +12,6 @@ import psutil
 from bench.soak.link import Link
 from bench.soak.service import Service
 
-PAUSE_S = (1.5, 5.0)
-"""Between the beginnings of two faults."""
 CUT_S = 1.0
 DELAY_S = 0.03
 
@@ -38,12 +36,14 @@ class Struck:
     victim: str
 
 
-def schedule(seed: int, seconds: float) -> Iterator[Fault]:
-    """Each kind comes once before any comes again. Processes die in the first four fifths: what lives then shall show
-    whether its memory grows."""
+def schedule(seed: int, seconds: float, every: float) -> Iterator[Fault]:
+    """About one `every` so many seconds; each kind comes once before any comes again.
+
+    Processes die in the first four fifths: what lives then shall show whether its memory grows.
+    """
     source, at = random.Random(seed), 0.0
     bag: list[str] = []
-    while (at := at + source.uniform(*PAUSE_S)) < seconds:
+    while (at := at + source.uniform(0.5, 1.5) * every) < seconds:
         bag = bag or source.sample(list(FAULTS), len(FAULTS))
         name = bag.pop()
         if at < 0.8 * seconds or name.startswith("link"):

@@ -22,6 +22,8 @@ class Report:
 
     seed: int
     seconds: float
+    every: float
+    """Seconds from one fault to the next, in the mean."""
     clients: int
     tally: Tally
     faults: list[Struck] = field(default_factory=list)
@@ -96,14 +98,11 @@ def _draw(report: Report, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(14, 5), layout="constrained")
-    axes.step(range(len(report.ended_per_second)), report.ended_per_second, where="post", linewidth=0.8, color="0.3")
-    names = sorted({fault.name for fault in report.faults})
-    colors = plt.get_cmap("tab20")
-    for number, name in enumerate(names):
-        at = [fault.at_s for fault in report.faults if fault.name == name]
-        axes.plot(at, [-1 - number % 4] * len(at), "|", color=colors(number), markersize=9, label=name)
-    axes.set(xlabel="seconds", ylabel="requests that ended in a second", xlim=(0, len(report.ended_per_second)))
-    axes.legend(ncols=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    names = sorted({fault.name for fault in report.faults}, reverse=True)
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(14, 8), layout="constrained")
+    above.step(range(len(report.ended_per_second)), report.ended_per_second, where="post", linewidth=0.8, color="0.3")
+    above.set(ylabel="requests that ended in a second", ylim=(0, None))
+    below.eventplot([[fault.at_s for fault in report.faults if fault.name == name] for name in names], linelengths=0.8)
+    below.set(yticks=range(len(names)), yticklabels=names, xlabel="seconds", xlim=(0, len(report.ended_per_second)))
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -25,7 +25,7 @@ def test_every_request_ends_once_as_in_the_undisturbed_run(tmp_path: Path) -> No
 
 
 def test_a_schedule_follows_from_its_seed_and_has_every_fault_before_any_comes_again() -> None:
-    faults = list(schedule(1, 1000.0))
-    assert faults == list(schedule(1, 1000.0)) != list(schedule(2, 1000.0))
+    faults = list(schedule(1, 1000.0, 3.0))
+    assert faults == list(schedule(1, 1000.0, 3.0)) != list(schedule(2, 1000.0, 3.0))
     assert {fault.name for fault in faults[: len(FAULTS)]} == FAULTS.keys()
     assert all(fault.name.startswith("link") for fault in faults if fault.at_s >= 800.0)
