@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
@@ -36,25 +36,32 @@ def service(model: str, step_timeout: float) -> Iterator[tuple[str, subprocess.P
     """The scheduler's endpoint, the worker that is to fail, and that one's endpoint."""
     ports = [find_free(HOST) for _ in range(3)]
     endpoint, *workers = [address(HOST, port) for port in ports]
-    started = [_start("worker", model, port, "--kv-cache-memory", "128") for port in ports[1:]]
+    started = [start("worker", model, port, "--kv-cache-memory", "128") for port in ports[1:]]
     options = ["--workers", ",".join(workers), "--step-timeout", str(step_timeout)]
-    started.append(_start("scheduler", model, ports[0], *options))
+    started.append(start("scheduler", model, ports[0], *options))
     try:
         asyncio.run(_until_ready(endpoint))
         yield endpoint, started[0], workers[0]
     finally:
-        family = [child for process in started for child in _family(process)]
-        for process in family:
-            process.kill()
-        psutil.wait_procs(family)
+        end(started)
 
 
-def _start(command: str, model: str, port: int, *options: str) -> subprocess.Popen[bytes]:
+def end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kills them, with their children."""
+    everyone = [child for process in started for child in family(process)]
+    for process in everyone:
+        process.kill()
+    psutil.wait_procs(everyone)
+
+
+def start(command: str, model: str, port: int, *options: str) -> subprocess.Popen[bytes]:
+    """`tandem COMMAND` on a port."""
     words = [sys.executable, "-m", "tandem", command, "--model", model, "--port", str(port), *options]
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """It and its children; none where it has ended."""
     try:
         parent = psutil.Process(process.pid)
         return [*parent.children(recursive=True), parent]
@@ -65,7 +72,7 @@ def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 async def _until_ready(endpoint: str) -> None:
     await until_serving(endpoint, "tandem.Active")
     async with AsyncClient(endpoint) as client:
-        await _until(client, lambda workers: all(worker.connected for worker in workers))
+        await until(client, lambda workers: all(worker.connected for worker in workers))
 
 
 async def measure(
@@ -74,12 +81,12 @@ async def measure(
     """Seconds until the fault was noticed; of the median pause before it; of the longest one that met it."""
     async with AsyncClient(endpoint, connections=4) as client:
         times: list[list[float]] = [[] for _ in range(streams)]
-        reading = [asyncio.create_task(_read(client, number, at)) for number, at in enumerate(times)]
-        await _until(client, lambda _: min(map(len, times)) >= WARM_MESSAGES)
+        reading = [asyncio.create_task(read(client, number, at)) for number, at in enumerate(times)]
+        await until(client, lambda _: min(map(len, times)) >= WARM_MESSAGES)
         began = time.perf_counter()
-        for process in _family(worker) if fault == signal.SIGSTOP else [psutil.Process(worker.pid)]:
+        for process in family(worker) if fault == signal.SIGSTOP else [psutil.Process(worker.pid)]:
             process.send_signal(fault)
-        await _until(client, lambda workers: any(_is_leaving(worker, address) for worker in workers))
+        await until(client, lambda workers: any(_is_leaving(worker, address) for worker in workers))
         noticed = time.perf_counter()
         await asyncio.gather(*reading)
     pauses = [pair for at in times for pair in pairwise(at)]
@@ -87,7 +94,8 @@ async def measure(
     return [noticed - began, usual, max(end - start for start, end in pauses if start < noticed and end > began)]
 
 
-async def _read(client: AsyncClient, number: int, at: list[float]) -> None:
+async def read(client: AsyncClient, number: int, at: list[float]) -> None:
+    """A stream; `at`: when its messages came."""
     stream = client.generate("It is a truth", max_tokens=400, ignore_eos=True, seed=number)
     async for _ in stream:
         at.append(time.perf_counter())
@@ -97,7 +105,7 @@ def _is_leaving(worker: WorkerLoad, address: str) -> bool:
     return worker.endpoint == address and (worker.draining or not worker.connected)
 
 
-async def _until(client: AsyncClient, condition: Callable[[tuple[WorkerLoad, ...]], bool]) -> None:
+async def until(client: AsyncClient, condition: Callable[[tuple[WorkerLoad, ...]], bool]) -> None:
     """Asks the scheduler until the condition holds of what it says of its workers."""
     while True:
         if condition((await client.load()).workers):

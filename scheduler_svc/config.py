@@ -4,12 +4,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler_svc.resolve import check_target
 from shared.errors import StartupError
+from shared.resolve import check_targets
 from shared.security import ClientSecurity, File, ServerSecurity, check_server
 from shared.settings import check_bounds
 from shared.types import DEPTH_LIMIT
 
+FINISH, HANDOFF = DRAINS = ("finish", "handoff")
 METADATA_KEY = re.compile("[0-9a-z_.-]+")
 
 
@@ -67,6 +68,17 @@ class SchedulerConfig(ServerSecurity):
     """Seconds between two looks at the addresses of the workers' names."""
     grammar_timeout: float = 5.0
     """Seconds that compiling a request's grammar may take; then the request is refused."""
+    peers: tuple[str, ...] = ()
+    """Schedulers before the same workers, of which one serves at a time: each as host:port, or dns:///name:port; this
+    one may be among them."""
+    peer_timeout: float = 2.0
+    """Seconds of silence after which a peer counts as dead, and in which an own core process that does not turn is
+    killed, if there are peers; at least 1, because a scheduler speaks twice a second."""
+    peer_tls_ca: File = None
+    """Authorities (PEM) that peers' certificates are checked with: connections to peers are TLS, with --tls-cert."""
+    drain: str = "finish"
+    """What happens to running streams after SIGTERM: finish (within the drain timeout), or handoff (they end
+    UNAVAILABLE at once, and Tandem's client resumes them at a peer)."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
     metrics_port: int | None = None
@@ -93,11 +105,14 @@ class SchedulerConfig(ServerSecurity):
             raise StartupError(f"--fair-by {self.fair_by}: peer, token or a metadata key, in lower case, is needed")
         if not self.workers:
             raise StartupError("--workers: at least one host:port or dns:///name:port is needed")
+        check_targets("--workers", self.workers)
+        check_targets("--peers", self.peers)
         check_bounds(self, ("resolve_interval",), 0.1)
-        for endpoint in self.workers:
-            check_target(endpoint)
-            if self.workers.count(endpoint) > 1:
-                raise StartupError(f"--workers {endpoint}: given twice; each worker group has its own")
+        check_bounds(self, ("peer_timeout",), 1)
+        if self.drain not in DRAINS:
+            raise StartupError(f"--drain {self.drain}: not among {', '.join(DRAINS)}")
+        if self.drain == HANDOFF and not self.peers:
+            raise StartupError(f"--drain {HANDOFF}: there is nobody to take over: --peers is needed")
         check_server(self)
 
     @property
@@ -113,4 +128,14 @@ class SchedulerConfig(ServerSecurity):
             tls_key=self.tls_key if dialed else None,
             tls_server_name=self.tls_server_name,
             token_file=self.worker_token_file,
+        )
+
+    @property
+    def peer_security(self) -> ClientSecurity:
+        """The same for peers, which ask for no token. Raises StartupError for files that make no sense together."""
+        dialed = self.peer_tls_ca is not None
+        return ClientSecurity(
+            tls_ca=self.peer_tls_ca,
+            tls_cert=self.tls_cert if dialed else None,
+            tls_key=self.tls_key if dialed else None,
         )

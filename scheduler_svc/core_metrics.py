@@ -19,6 +19,9 @@ def core_metrics(engine: Engine, model_name: str) -> Iterator[Metric]:
     load = engine.load()
     labels = {"version": __version__, "model_name": model_name}
     yield info("tandem_build_info", "Version of Tandem and name of the served model.", labels)
+    yield gauge(
+        "tandem_leading", "1 while this scheduler dials the workers; 0: it stands by.", float(engine.is_leading)
+    )
     yield from _load(load, engine.block_size)
     yield from _counts(load.counters)
     links = list(engine.workers.links.values())

@@ -27,10 +27,11 @@ GC_THRESHOLD = 100_000
 """Allocations between collections: at the default of 700 a collection would stop the loop every few steps."""
 
 
-async def serve(config: SchedulerConfig, socket_path: str, metrics_socket: Path | None) -> None:
+async def serve(config: SchedulerConfig, scheduler: int, socket_path: str, metrics_socket: Path | None) -> None:
     """Until SIGTERM. Raises StartupError where the workers serve another model."""
     model = load_model_config(config.model, config.model_name)
-    engine = Engine(config, model.fingerprint, instance=secrets.randbits(64), hash_seed=secrets.randbits(64))
+    own = {"scheduler": scheduler, "instance": secrets.randbits(64), "hash_seed": secrets.randbits(64)}
+    engine = Engine(config, model.fingerprint, **own)
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
@@ -58,12 +59,13 @@ def main() -> int:
     die_with_parent()
     parser = argparse.ArgumentParser(description="The core process of a scheduler")
     parser.add_argument("--config", required=True, type=partial(from_json, SchedulerConfig))
+    parser.add_argument("--scheduler", required=True, type=int, help="the id that peers know, the same for every core")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--metrics-socket", type=Path, help="where the parent takes metrics; not given: nowhere")
     arguments = parser.parse_args()
     configure_logging("core")
     try:
-        uvloop.run(serve(arguments.config, arguments.socket, arguments.metrics_socket))
+        uvloop.run(serve(arguments.config, arguments.scheduler, arguments.socket, arguments.metrics_socket))
     except StartupError as error:
         print(f"tandem scheduler: {error}", file=sys.stderr)
         return STARTUP_FAILED

@@ -12,24 +12,28 @@ from scheduler_svc.cache_news import CacheReporter
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
 from scheduler_svc.early import EarlyRequests
+from scheduler_svc.election import Role
 from scheduler_svc.fitting import core_config, foreign, smaller
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
+from scheduler_svc.leadership import Leadership
 from scheduler_svc.monitor import Monitor
+from scheduler_svc.peers import claim_to_pb
 from scheduler_svc.queue_clock import QueueClock
-from scheduler_svc.resolve import is_name
 from scheduler_svc.worker_client import Misfit
 from scheduler_svc.worker_groups import WorkerGroups
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
+from shared.resolve import is_name
 from shared.types import StepPlan, StepResult, WorkerDescription
 
 STATE_INTERVAL_S = 0.5
-SETTLE_S = 1.0
-"""After the first worker: how long requests that were there before wait for the others, to know what fits anywhere."""
 MASK_PATIENCE_S = 0.002
 """How long constrained sequences wait for each other's masks while their worker idles: one whose grammar is slow must
 not hold up the others."""
+
+
+STANDBY = "another scheduler is the active one: go on there"
 
 
 class Outgrown(TandemError):
@@ -37,9 +41,12 @@ class Outgrown(TandemError):
 
 
 class Engine:
-    """Wires one core, its worker groups and its frontends. Implements WorkerListener and FrontendListener."""
+    """Wires one core, its worker groups and its frontends: the listener of all of them, and of the leadership."""
 
-    def __init__(self, config: SchedulerConfig, fingerprint: str, *, instance: int, hash_seed: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, fingerprint: str, *, scheduler: int, instance: int, hash_seed: int
+    ) -> None:
+        """`scheduler` is the id that peers know, `instance` the one that workers know: new with each core process."""
         self._config = config
         self._fingerprint = fingerprint
         self._hash_seed = hash_seed
@@ -48,14 +55,13 @@ class Engine:
         self._frontends = FrontendLinks(self)
         self._cache = CacheReporter(self._frontends.tell_cache)
         self.workers = WorkerGroups(config, self, instance=instance)
+        self._leadership = Leadership(config, scheduler, self.workers, self)
         self._due: set[int] = set()
         self._gathering: set[int] = set()
         """Groups with a timer that ends a wait for masks."""
         self._owners: dict[int, set[int]] = {}
         """Live keys of each frontend connection."""
         self._early = EarlyRequests(config.max_queue)
-        self._settled = False
-        """The workers that were to be expected are there: requests go to the core at once."""
         self._away: dict[int, float] = {}
         """Since when each group that has been there is not."""
         self._without_worker_since: float | None = None
@@ -69,7 +75,7 @@ class Engine:
         """Serves until cancelled. Raises StartupError where a worker serves another model, and what `broke` tells."""
         self._broken = asyncio.get_running_loop().create_future()
         async with await self._frontends.serve(socket_path):
-            await asyncio.gather(self._broken, self._tell_state(), self.workers.run())
+            await asyncio.gather(self._broken, self._tell_state(), self._leadership.run())
 
     def broke(self, error: Exception) -> None:
         """A bug: the state can't be trusted. The process ends; its successor gets every request again."""
@@ -93,6 +99,11 @@ class Engine:
         """Tokens of a K/V block; 0 before the first worker."""
         return self._core.config.block_size if self._core is not None else 0
 
+    @property
+    def is_leading(self) -> bool:
+        """Whether it dials the workers; a standby does not."""
+        return self._leadership.election.dials
+
     def check_invariants(self) -> None:
         """Asserts that the core's state is consistent. O(everything)."""
         self._running_core.check_invariants()
@@ -101,7 +112,10 @@ class Engine:
 
     def state(self) -> core_pb2.CoreState:
         """What frontends need to know."""
-        state = core_pb2.CoreState(active=self.workers.any_connected)
+        election = self._leadership.election
+        state = core_pb2.CoreState(active=election.serves, standby=not election.accepts)
+        state.peer.CopyFrom(claim_to_pb(election.claim))
+        state.active_endpoint = election.leader()
         state.progressing = not self.held or time.monotonic() - self._progressed < self._config.step_timeout
         load = self.load()
         state.queued = load.queued
@@ -122,11 +136,13 @@ class Engine:
         return state
 
     def submit(self, request: Request) -> None:
-        """Raises a TandemError to refuse it. Before the first worker it waits: after a restart of this process the
+        """Raises a TandemError to refuse it. Before this scheduler leads it waits: after a restart of this process the
         frontends come back sooner than the workers."""
-        now = time.monotonic()
+        election, now = self._leadership.election, time.monotonic()
+        if not election.accepts:
+            raise Unavailable(STANDBY)
         try:
-            if self._core is None or not self._settled:
+            if self._core is None or election.role is not Role.LEADING:
                 self._early.add(request)
             else:
                 self._core.submit(request)
@@ -148,21 +164,6 @@ class Engine:
                 self._end_early(key, error)
             elif self._core is not None:
                 self._core.expire(key, error)
-
-    def _submit_early(self) -> None:
-        """Once: what fits no pool can be told now."""
-        if not self._settled:
-            self._settled = True
-            for key, error in self._early.hand_over(self._running_core):
-                self._end_early(key, error)
-            self._settle()
-
-    def _submit_late(self) -> None:
-        """The loop would log an exception of a callback and go on, without these requests."""
-        try:
-            self._submit_early()
-        except Exception as error:
-            self.broke(error)
 
     def _end_early(self, key: int, error: TandemError) -> None:
         self._early.drop(key)
@@ -223,6 +224,10 @@ class Engine:
         for key in list(self._owners.get(peer, ())):
             self.cancel(key)
 
+    def led_before(self, term: int) -> None:
+        """This scheduler led when the core process before this one died."""
+        self._leadership.led_before(term)
+
     async def _tell_state(self) -> None:
         while True:
             await asyncio.sleep(STATE_INTERVAL_S)
@@ -268,10 +273,7 @@ class Engine:
     def connected(self, group: int) -> None:
         """The group holds the lease: it may get rows."""
         self._away.pop(group, None)
-        if self.workers.all_connected:
-            self._submit_early()
-        elif not self._settled:
-            asyncio.get_running_loop().call_later(SETTLE_S, self._submit_late)
+        self._leadership.workers_changed()
         self._frontends.broadcast(self.state())
         self._wake_all()
 
@@ -296,6 +298,7 @@ class Engine:
         """Its sequences go back to the queue: to other groups at once, or to wait for its return."""
         self._away.setdefault(group, time.monotonic())
         self._deliver(self._running_core.worker_lost(group))
+        self._leadership.workers_changed()
         self._cache.tell()
         self._frontends.broadcast(self.state())
         self._wake_all()
@@ -304,17 +307,20 @@ class Engine:
         """After the worker loss timeout, whoever waits is told; also where none has come yet, and who waits for one
         group alone."""
         now = time.monotonic()
-        if self.workers.any_connected:
+        if self.workers.any_connected or not self._leadership.election.dials:
             self._without_worker_since = None
             self._forget_away(now)
         elif self._without_worker_since is None:
             self._without_worker_since = now
         elif now - self._without_worker_since > self._config.worker_loss_timeout:
-            error = Unavailable(f"no worker for {self._config.worker_loss_timeout:g} s: try again later")
-            for key in self._early.all_keys():
-                self._end_early(key, error)
-            if self._core is not None:
-                self._deliver(self._core.end_all(error))
+            self._end_all(Unavailable(f"no worker for {self._config.worker_loss_timeout:g} s: try again later"))
+            self._leadership.without_workers()
+
+    def _end_all(self, error: TandemError) -> None:
+        for key in self._early.all_keys():
+            self._end_early(key, error)
+        if self._core is not None:
+            self._deliver(self._core.end_all(error))
 
     def _forget_away(self, now: float) -> None:
         timeout = self._config.worker_loss_timeout
@@ -322,6 +328,24 @@ class Engine:
             del self._away[group]
             error = Unavailable(f"the worker that could hold this request has been away for {timeout:g} s")
             self._deliver(self._running_core.forget_group(group, error))
+
+    # Leadership.
+
+    def leads(self) -> None:
+        """Who waited goes to the core. What fits no pool can be told now. Groups that another scheduler had meanwhile
+        have not been away."""
+        self._away = dict.fromkeys(self._away, time.monotonic())
+        for key, error in self._early.hand_over(self._running_core):
+            self._end_early(key, error)
+        self._settle()
+
+    def stands_by(self) -> None:
+        """Clients resume where the workers are."""
+        self._end_all(Unavailable(STANDBY))
+
+    def claim_changed(self) -> None:
+        """Peers and clients are told at once."""
+        self._frontends.broadcast(self.state())
 
     # Planning.
 

@@ -66,6 +66,9 @@ class FrontendListener(Protocol):
     def flush_cache(self) -> bool:
         """Forgets what is cached, unless a request is live; whether it did."""
 
+    def led_before(self, term: int) -> None:
+        """A frontend knew this scheduler as the leader before this core process."""
+
     def left(self, peer: int) -> None:
         """A frontend is gone, with all its sequences."""
 
@@ -129,6 +132,8 @@ class FrontendLinks:
                 asked = message.stats_question
                 stats = core_pb2.StatsAnswer(question=asked.question, stats=self._listener.stats(asked.max_requests))
                 self._send(peer, core_pb2.CoreMessage(stats_answer=stats))
+            case "led_before":
+                self._listener.led_before(message.led_before.term)
             case "watch_cache":
                 self._listener.watch_cache(peer, message.watch_cache.watch)
             case "flush_cache":

@@ -6,13 +6,14 @@ the public port.
 
 import asyncio
 import os
+import secrets
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import structlog
 
-from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.config import HANDOFF, SchedulerConfig
 from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.tracing import require_tracing
 from scheduler_svc.metrics_hub import MetricsHub
@@ -50,7 +51,7 @@ async def run(config: SchedulerConfig) -> int:
     with stop_signals() as stopped, scratch_folder() as folder:
         family = Supervisor()
         socket_path, metrics_socket = _socket_path(folder, "core.sock"), await _serve_metrics(config, folder)
-        arguments = ["--config", to_json(config), "--socket", socket_path]
+        arguments = ["--config", to_json(config), "--scheduler", str(secrets.randbits(64)), "--socket", socket_path]
         arguments += ["--metrics-socket", str(metrics_socket)] if metrics_socket else []
         family.start("core", "scheduler_svc.core_process", arguments)
         frontends = [_frontend(config, socket_path, metrics_socket) for _ in range(config.frontends)]
@@ -70,6 +71,7 @@ def _check_security(config: SchedulerConfig) -> None:
     """Once, before every child would tell the same."""
     credentials = server_credentials(config)
     Dialer(config.worker_security)
+    Dialer(config.peer_security)
     if config.token_file is not None:
         Tokens(config.token_file)
         if credentials is None and config.host not in (LOOPBACK, "::1", "localhost"):
@@ -97,7 +99,8 @@ def _socket_path(folder: Path, name: str) -> str:
 def _watchdogs(
     config: SchedulerConfig, family: Supervisor, socket_path: str, frontends: Sequence[FrontendConfig]
 ) -> Iterator[Coroutine[None, None, None]]:
-    yield watch_core(socket_path, config.step_timeout, partial(_kill, family, "core"))
+    core_timeout = min(config.step_timeout, config.peer_timeout) if config.peers else config.step_timeout
+    yield watch_core(socket_path, core_timeout, partial(_kill, family, "core"))
     for number, frontend in enumerate(frontends):
         endpoint = address(LOOPBACK, frontend.own_health_port)
         yield watch_frontend(endpoint, config.step_timeout, partial(_kill, family, f"frontend-{number}"))
@@ -123,6 +126,7 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
         use_generation_config=config.generation_config,
         grammar_timeout=config.grammar_timeout,
         core_timeout=config.worker_loss_timeout,
+        hands_off=config.drain == HANDOFF,
         drain_timeout=config.drain_timeout,
         fair_by=config.fair_by,
         read_timeout=config.read_timeout,

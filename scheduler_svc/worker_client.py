@@ -84,6 +84,8 @@ class WorkerLink:
         """If not, it is dialled no more once its stream has ended."""
         self.is_refused = False
         """It answers, and can't serve here."""
+        self.is_held = False
+        """Another scheduler has it."""
         self.problem = "not reached yet"
         """Why it is not connected."""
         self.outstanding: deque[_Sent] = deque()
@@ -144,6 +146,7 @@ class WorkerLink:
         """Logged when the reason changes: it is dialled several times a second."""
         reason = _reason(error)
         self.is_refused = isinstance(error, Misfit)
+        self.is_held = isinstance(error, aio.AioRpcError) and error.code() is StatusCode.FAILED_PRECONDITION
         if reason != self.problem:
             _log.warning("worker refused" if self.is_refused else "no worker", endpoint=self.endpoint, reason=reason)
         self.problem = reason
@@ -209,7 +212,7 @@ class WorkerLink:
             joins, self.is_connected = not self.is_connected, True
             self._listener.result(self.group, result_from_pb(message))
             if joins:
-                self.problem = ""
+                self.problem, self.is_held = "", False
                 _log.info("worker connected", endpoint=self.endpoint)
                 self._listener.connected(self.group)
 

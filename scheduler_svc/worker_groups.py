@@ -6,15 +6,14 @@ Addresses come from the command line, or from a name that is resolved again and 
 import asyncio
 import itertools
 from collections.abc import Coroutine
-from dataclasses import replace
+from functools import partial
 
 import structlog
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.resolve import host_of, is_name, resolve
 from scheduler_svc.worker_client import WorkerLink, WorkerListener
 from shared.dialer import Dialer
-from shared.security import ClientSecurity
+from shared.resolve import follow, is_name, named
 
 _log = structlog.get_logger(__name__)
 
@@ -32,7 +31,7 @@ class WorkerGroups:
         self._fixed = [target for target in config.workers if not is_name(target)]
         self._found: dict[str, list[str]] = {target: [] for target in config.workers if is_name(target)}
         """Addresses by name, as last resolved."""
-        self._dialers = {name: Dialer(_named(config.worker_security, name)) for name in self._found}
+        self._dialers = {name: Dialer(named(config.worker_security, name)) for name in self._found}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
         for endpoint in self._fixed:
@@ -45,8 +44,13 @@ class WorkerGroups:
 
     @property
     def all_connected(self) -> bool:
-        """Whether all known groups can."""
-        return all(link.is_connected for link in self.links.values())
+        """Whether all known groups can, of which there is at least one."""
+        return self.any_connected and all(link.is_connected for link in self.links.values())
+
+    @property
+    def any_held(self) -> bool:
+        """Whether another scheduler has any."""
+        return any(link.is_held for link in self.links.values())
 
     async def run(self) -> None:
         """Dials until cancelled, and lets go of every group then; may be called again. Raises what ends a link."""
@@ -55,13 +59,15 @@ class WorkerGroups:
             for link in self.links.values():
                 self._spawn(self._keep(link))
             for name in self._found:
-                self._spawn(self._follow(name))
+                self._spawn(follow(name, self._config.resolve_interval, partial(self._resolved, name)))
             await self._failed
         finally:
             ending = list(self._tasks)
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
+            for link in self.links.values():
+                link.is_held = False
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -81,19 +87,9 @@ class WorkerGroups:
         del self.links[link.group]
         _log.info("worker is gone", endpoint=link.endpoint)
 
-    async def _follow(self, name: str) -> None:
-        """A name that can't be resolved for a while changes nothing: its addresses stay as they were."""
-        reported = ""
-        while True:
-            try:
-                self._found[name] = await resolve(name)
-                reported = ""
-                self._adjust()
-            except OSError as error:
-                if str(error) != reported:
-                    _log.warning("no worker addresses", name=name, reason=str(error))
-                reported = str(error)
-            await asyncio.sleep(self._config.resolve_interval)
+    def _resolved(self, name: str, addresses: list[str]) -> None:
+        self._found[name] = addresses
+        self._adjust()
 
     def _adjust(self) -> None:
         """New addresses are dialled; a group whose address is gone stays until its stream ends."""
@@ -115,10 +111,3 @@ class WorkerGroups:
         )
         self.links[link.group] = link
         return link
-
-
-def _named(security: ClientSecurity, target: str) -> ClientSecurity:
-    """A certificate is for the name, not for the addresses that are dialled."""
-    if security.tls_ca is None or security.tls_server_name is not None:
-        return security
-    return replace(security, tls_server_name=host_of(target))

@@ -34,12 +34,12 @@ class Dialer:
         """Of each call: the token, if there is one."""
         return self._token.metadata
 
-    def channel(self, target: str) -> aio.Channel:
-        """For asyncio."""
-        credentials = self.credentials
+    def channel(self, target: str, more: Sequence[tuple[str, int | str]] = ()) -> aio.Channel:
+        """For asyncio, with `more` options."""
+        credentials, options = self.credentials, [*self._options, *more]
         if credentials is None:
-            return aio.insecure_channel(target, options=self._options)
-        return aio.secure_channel(target, credentials, options=self._options)
+            return aio.insecure_channel(target, options=options)
+        return aio.secure_channel(target, credentials, options=options)
 
     def thread_channel(self, target: str) -> grpc.Channel:
         """For threads."""

@@ -41,6 +41,15 @@ class Unavailable(TandemError):
     """Not served here or now: draining, no worker, or another scheduler is active."""
 
 
+class Standby(Unavailable):
+    """Another scheduler is the active one, or is about to be: ask again soon, best at `active`."""
+
+    def __init__(self, message: str, active: str) -> None:
+        """`active` is host:port, or empty where it is not known."""
+        super().__init__(message)
+        self.active = active
+
+
 class DeadlineExceeded(TandemError):
     """The request's time is over."""
 

@@ -25,15 +25,15 @@ _log = structlog.get_logger(__name__)
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Without the ping timeout a stopped peer is noticed after a minute, whatever the interval.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 CHANNEL_OPTIONS = [
     *_COMMON,
+    # Four seconds to notice that a server is stopped or out of reach: by then a standby has taken its place.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Not a pause, as the name has it, but how long an attempt to connect may take: farther servers, busy machines, TLS.
@@ -45,6 +45,10 @@ CHANNEL_OPTIONS = [
 
 SERVER_OPTIONS = [
     *_COMMON,
+    # Without the ping timeout a stopped peer is noticed after a minute, whatever the interval.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
     # Clients may ping through minutes without data: otherwise a long prefill ends in GOAWAY too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -57,6 +61,7 @@ STATUS_CODES: dict[type[errors.TandemError], grpc.StatusCode] = {
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Standby: grpc.StatusCode.UNAVAILABLE,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Aborted: grpc.StatusCode.CANCELLED,
@@ -71,11 +76,13 @@ DETAILS = "grpc-status-details-bin"
 ABORTED = "tandem-aborted"
 """Trailing metadata of a call whose request was aborted by its id. One that is CANCELLED without it, and not by its
 caller, was ended by a server that had no more time for it, or by something in between."""
+ACTIVE_ENDPOINT = "tandem-active-endpoint"
+"""Trailing metadata of a standby: host:port of the active scheduler, empty where it is not known."""
 REQUEST_ID = "tandem-request-id-bin"
 """Initial metadata of Generate, sent when the request is accepted, which may be long before its first token. A client
 that loses its server afterwards may go on elsewhere; one that never got it learns at once that nobody serves."""
 
-_KINDS = {code.value[0]: kind for kind, code in STATUS_CODES.items()}
+_KINDS = {code.value[0]: kind for kind, code in STATUS_CODES.items() if kind is not errors.Standby}
 
 
 def error_from_status(code: int, message: str, retry_after_ms: int = 0) -> errors.TandemError:
@@ -108,6 +115,8 @@ async def _abort(context: Any, error: Exception) -> None:
         trailers = _retry_trailers(error)
     elif isinstance(error, errors.Aborted):
         trailers = ((ABORTED, "by-id"),)
+    elif isinstance(error, errors.Standby):
+        trailers = ((ACTIVE_ENDPOINT, error.active),)
     await context.abort(code, str(error), trailers)
 
 

@@ -16,8 +16,8 @@ from shared.security import File
 
 LEAST_LENGTH = 16
 """Characters of a token: a shorter one could be guessed."""
-OPEN_TO_ALL = "/grpc.health.v1.Health/"
-"""Probes have no tokens, and learn nothing but whether the server serves."""
+OPEN_TO_ALL = ("/grpc.health.v1.Health/", "/tandem.v1.PeerService/")
+"""Probes and peers have no tokens, and learn nothing but whether the server serves."""
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")

@@ -9,8 +9,9 @@ import grpc
 from shared.dialer import Dialer
 from shared.pb import generation_pb2 as pb
 from shared.security import PLAIN, ClientSecurity
+from tandem.activity import AsyncActivity
 from tandem.client import CONNECTIONS, DEFAULT_ENDPOINT, QUEUE_TIMEOUT_S, RESUME_TIMEOUT_S
-from tandem.connections import Asking, Connections
+from tandem.connections import Asking, Connections, error_of, for_names
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
 from tandem.streams import AsyncGenerationStream
 from tandem.values import (
@@ -39,8 +40,8 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> None:
         """Connects when first used; call it in a running loop. Raises what Client raises."""
-        dialer = Dialer(security)
-        self._connections = Connections(endpoint, connections, dialer, dialer.channel)
+        dialer = Dialer(for_names(security, endpoint))
+        self._connections = Connections(endpoint, connections, dialer, dialer.channel, AsyncActivity)
         self._patience = resume_timeout, queue_timeout
         self._timeout = timeout
 
@@ -87,7 +88,9 @@ class AsyncClient:
                 if asking.is_settled_by(await getattr(stub, method)(request, timeout=self._timeout, metadata=metadata)):
                     break
             except grpc.RpcError as error:
-                asking.failed(error)
+                reason = error_of(error)
+                self._connections.failed(stub, reason)
+                asking.failed(reason)
         return asking.answer()
 
     async def close(self) -> None:

@@ -125,6 +125,7 @@ def _worker(**options: Any) -> None:
 
 
 SERVE_SETS = (
+    *("peers", "peer_timeout", "peer_tls_ca", "drain"),
     *("model", "workers", "host", "port", "metrics_port", "health_port", "drain_timeout"),
     *("tls_cert", "tls_key", "tls_client_ca", "token_file", "tls_ca", "tls_server_name", "worker_token_file"),
 )

@@ -12,7 +12,8 @@ import grpc
 from shared.dialer import Dialer
 from shared.pb import generation_pb2 as pb
 from shared.security import PLAIN, ClientSecurity
-from tandem.connections import Asking, Connections
+from tandem.activity import ThreadActivity
+from tandem.connections import Asking, Connections, error_of, for_names
 from tandem.requests import ChatOptions, GenerateOptions, Prompt, generate_request, tokenize_request
 from tandem.streams import GenerationStream
 from tandem.values import (
@@ -35,12 +36,12 @@ QUEUE_TIMEOUT_S = 30.0
 class Client:
     """A server's services, for threads. Safe to share between them; close it, or use it as a context manager.
 
-    A server, or each of several that serve the same model: `endpoint` is host:port, another gRPC target, or a list of
-    them, used in turn. `connections` go to each; one connection reaches one frontend process. `security`: TLS, and
-    the token to show. A stream that loses its server goes on with the next, for `resume_timeout` seconds without
-    progress; 0: never. One that finds the queue full tries again when the server says, for `queue_timeout` seconds.
-    `timeout`, seconds, is for each call but generate() and complete(), which have
-    their own; its end raises DeadlineExceeded.
+    A server, or each of several that serve the same model: `endpoint` is host:port, dns:///name:port (all its
+    addresses), another gRPC target, or a list of them; those that are active are used in turn. `connections` go to
+    each; one connection reaches one frontend process. `security`: TLS, and the token to show. A stream that loses its
+    server goes on with the next, for `resume_timeout` seconds without progress; 0: never. One that finds the queue
+    full tries again when the server says, for `queue_timeout` seconds. `timeout`, seconds, is for each call but
+    generate() and complete(), which have their own; its end raises DeadlineExceeded.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Client:
     ) -> None:
         """Connects when first used. ValueError where there is no endpoint or no connection, StartupError for a file of
         `security` that can't be used."""
-        dialer = Dialer(security)
-        self._connections = Connections(endpoint, connections, dialer, dialer.thread_channel)
+        dialer = Dialer(for_names(security, endpoint))
+        self._connections = Connections(endpoint, connections, dialer, dialer.thread_channel, ThreadActivity)
         self._patience = resume_timeout, queue_timeout
         self._timeout = timeout
 
@@ -103,7 +104,9 @@ class Client:
                 if asking.is_settled_by(getattr(stub, method)(request, timeout=self._timeout, metadata=metadata)):
                     break
             except grpc.RpcError as error:
-                asking.failed(error)
+                reason = error_of(error)
+                self._connections.failed(stub, reason)
+                asking.failed(reason)
         return asking.answer()
 
     def close(self) -> None:

@@ -5,58 +5,116 @@ requests.
 """
 
 import itertools
+import math
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-import grpc
-
 from shared.dialer import Dialer
-from shared.errors import Aborted, TandemError, Unavailable
+from shared.errors import Aborted, Standby, TandemError, Unavailable
 from shared.pb import generation_pb2_grpc as rpc
-from shared.rpc import ABORTED, RETRY_AFTER, error_from_status
+from shared.resolve import is_name, named
+from shared.rpc import ABORTED, ACTIVE_ENDPOINT, RETRY_AFTER, error_from_status
+from shared.security import ClientSecurity
 from shared.tls import explained
+from tandem.activity import Activity, Follow
+from tandem.address_book import AddressBook
+
+DOUBT_S = 2.0
+"""How long an endpoint that has failed is not preferred, whatever is known of it: a stopped server says nothing new."""
 
 C = TypeVar("C")
 Stub = Any
 """A GenerationServiceStub: its methods are those of gRPC's synchronous or asynchronous interface. Holds its channel."""
 
 
+class _Endpoint:
+    """One address: its stubs, used in turn, and what is known of its server."""
+
+    def __init__(self, target: str, activity: Activity | None) -> None:
+        self.target = target
+        self.activity = activity
+        self.failed_at = -math.inf
+        self.stubs: Iterator[Stub] = iter(())
+
+    @property
+    def is_preferred(self) -> bool:
+        """Its server says that it is active, and has not failed lately."""
+        doubted = time.monotonic() - self.failed_at < DOUBT_S
+        return not doubted and self.activity is not None and self.activity.is_active
+
+
 class Connections(Generic[C]):
     """Channels of type C to every endpoint, used in turn. Safe to share between threads.
 
     When the dialer's files change, all channels are made anew; an old one lives until the last stream on it has ended.
+    So does one to an address that its name has no more.
     """
 
     def __init__(
-        self, endpoints: str | Sequence[str], per_endpoint: int, dialer: Dialer, connect: Callable[[str], C]
+        self,
+        endpoints: str | Sequence[str],
+        per_endpoint: int,
+        dialer: Dialer,
+        connect: Callable[[str], C],
+        follow: Follow,
     ) -> None:
         """`connect` is the dialer's way to make a channel. ValueError where there is no endpoint or no connection."""
-        self._targets = [endpoints] if isinstance(endpoints, str) else list(endpoints)
-        if not self._targets or per_endpoint < 1:
+        given = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+        if not given or per_endpoint < 1:
             raise ValueError("at least one endpoint and one connection to it are needed")
+        self._book = AddressBook(given)
+        self._follows_all = len(given) > 1 or self._book.has_names
         self._per_endpoint = per_endpoint
         self._dialer = dialer
         self._connect = connect
+        self._follow = follow
         self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._firsts = itertools.cycle(range(len(self._targets)))
+        self._firsts = itertools.count()
         self._credentials = dialer.credentials
-        self._turns = self._dial()
+        self._lock = threading.Lock()
+        self._endpoints = [self._dial(target) for target in self._book.addresses]
 
-    def _dial(self) -> list[Iterator[Stub]]:
-        return [itertools.cycle([self._stub(target) for _ in range(self._per_endpoint)]) for target in self._targets]
+    def _dial(self, target: str) -> _Endpoint:
+        endpoint = _Endpoint(target, self._follow(self._dialer, target) if self._follows_all else None)
+        if endpoint.activity is not None:
+            self._channels.add(endpoint.activity.channel)
+        endpoint.stubs = itertools.cycle([self._stub(endpoint) for _ in range(self._per_endpoint)])
+        return endpoint
 
-    def _stub(self, target: str) -> Stub:
-        channel: Any = self._connect(target)
+    def _stub(self, endpoint: _Endpoint) -> Stub:
+        channel: Any = self._connect(endpoint.target)
         self._channels.add(channel)
         stub: Stub = rpc.GenerationServiceStub(channel)
-        stub.channel = channel
+        stub.channel, stub.endpoint = channel, endpoint
         return stub
+
+    def _now(self) -> list[_Endpoint]:
+        """All of them, dialled anew as far as they or the credentials have changed."""
+        credentials, addresses = self._dialer.credentials, self._book.addresses
+        with self._lock:
+            kept = {one.target: one for one in self._endpoints} if credentials is self._credentials else {}
+            if kept.keys() != set(addresses):
+                gone = [one for one in self._endpoints if kept.get(one.target) is None or one.target not in addresses]
+                self._credentials = credentials
+                self._endpoints = [kept.get(target) or self._dial(target) for target in addresses]
+                for endpoint in gone:
+                    if endpoint.activity is not None:
+                        endpoint.activity.drop()
+            return self._endpoints
+
+    def failed(self, stub: Stub, error: TandemError) -> None:
+        """A call of the stub has ended so. A standby is none that fails."""
+        if isinstance(error, Unavailable) and not isinstance(error, Standby):
+            stub.endpoint.failed_at = time.monotonic()
+            self._book.look_again()
 
     @property
     def endpoints(self) -> int:
         """How many there are."""
-        return len(self._targets)
+        return len(self._endpoints)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -69,16 +127,27 @@ class Connections(Generic[C]):
         return list(self._channels)
 
     def route(self) -> Iterator[Stub]:
-        """For the attempts of one request: endpoint after endpoint for ever, beginning at another one each time."""
+        """For the attempts of one request: endpoint after endpoint for ever, beginning at another one each time. Where
+        some say that they are active, only those."""
         first = next(self._firsts)
         for turn in itertools.count(first):
-            if (credentials := self._dialer.credentials) is not self._credentials:
-                self._credentials, self._turns = credentials, self._dial()
-            yield next(self._turns[turn % len(self._turns)])
+            yield next(self._order(turn)[0].stubs)
 
     def each(self) -> Iterator[Stub]:
-        """One stub of every endpoint."""
-        return itertools.islice(self.route(), self.endpoints)
+        """One stub of every endpoint, the active ones first."""
+        return (next(endpoint.stubs) for endpoint in self._order(next(self._firsts)))
+
+    def _order(self, turn: int) -> list[_Endpoint]:
+        """All endpoints, in turn, the active ones first."""
+        endpoints = self._now()
+        first = turn % len(endpoints)
+        return sorted(endpoints[first:] + endpoints[:first], key=lambda one: one.is_preferred, reverse=True)
+
+
+def for_names(security: ClientSecurity, endpoints: str | Sequence[str]) -> ClientSecurity:
+    """Certificates are for the name that was given, not for its addresses; of several names, for the first one."""
+    given = [endpoints] if isinstance(endpoints, str) else endpoints
+    return named(security, next(filter(is_name, given), ""))
 
 
 def error_of(error: Any) -> TandemError:
@@ -88,6 +157,8 @@ def error_of(error: Any) -> TandemError:
     """
     trailers = dict(error.trailing_metadata() or ())
     details = explained(error.details() or "")
+    if ACTIVE_ENDPOINT in trailers:
+        return Standby(details, trailers[ACTIVE_ENDPOINT])
     retry_after = str(trailers.get(RETRY_AFTER, ""))  # gRPC itself reads it: negative or none of a number means never
     retry_after_ms = int(retry_after) if retry_after.isdecimal() and len(retry_after) < 10 else 0
     found = error_from_status(error.code().value[0], details, retry_after_ms)
@@ -109,11 +180,11 @@ class Asking:
         self._answer = answer
         return self._good_enough(answer)
 
-    def failed(self, error: Any) -> None:
+    def failed(self, error: TandemError) -> None:
         """Raises what no other endpoint would judge differently."""
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:
-            raise error_of(error) from None
-        self._unavailable = error_of(error)
+        if not isinstance(error, Unavailable):
+            raise error from None
+        self._unavailable = error
 
     def answer(self) -> Any:
         """The last one. Raises Unavailable where there was none."""

@@ -34,7 +34,8 @@ def parameters(
     for field in fields(settings):
         if field.name in without:
             continue
-        kind, default, text = _option_type(hints[field.name]), field.default, helps[field.name]
+        kind, text = _option_type(hints[field.name]), helps[field.name]
+        default = None if field.default == () else field.default
         if optional:
             text += "" if default in (None, MISSING) else f" (default: {default})"
             kind, default = kind | None, None
@@ -98,7 +99,7 @@ def settings_from(kind: type[Any], values: dict[str, Any]) -> Any:
     hints = get_type_hints(kind)
     for name, value in values.items():
         if hints[name] == tuple[str, ...]:
-            values[name] = tuple(part.strip() for item in value for part in item.split(",") if part.strip())
+            values[name] = tuple(part.strip() for item in value or () for part in item.split(",") if part.strip())
     return kind(**values)
 
 

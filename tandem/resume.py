@@ -5,7 +5,15 @@ Pure: no I/O, no clock and no randomness of its own. The streams do what it says
 
 from dataclasses import dataclass, field, replace
 
-from shared.errors import DeadlineExceeded, DuplicateRequest, QueueFull, RequestFailed, TandemError, Unavailable
+from shared.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    QueueFull,
+    RequestFailed,
+    Standby,
+    TandemError,
+    Unavailable,
+)
 from shared.pb import generation_pb2 as pb
 from tandem.values import Delta, Usage, delta_from_pb
 
@@ -108,7 +116,7 @@ class Patience:
         self._deadline = None if timeout is None else now + timeout
         self._limit = limit
         self._untried = endpoints - 1
-        self._accepted = False
+        self._accepted = self._stands_by = False
         self._lost_since: float | None = None
         self._pause = FIRST_PAUSE_S
 
@@ -130,14 +138,17 @@ class Patience:
         """Seconds to wait before the next attempt; `jitter` is within [0, 1]. Raises the error where there is none.
 
         Before any server has taken the request, every endpoint is tried once: who mistyped an address is told at once.
+        Where one stands by, another is about to serve, and is waited for.
         """
+        self._stands_by = self._stands_by or isinstance(error, Standby)
         if isinstance(error, QueueFull) and self._lost_since is None:
             return self._until_room(error, now, jitter)
         if not self._accepted:
-            if not isinstance(error, Unavailable) or not self._untried:
+            if isinstance(error, Unavailable) and self._untried:
+                self._untried -= 1
+                return 0.0
+            if not self._stands_by:
                 raise error
-            self._untried -= 1
-            return 0.0
         if self._lost_since is None:
             if not isinstance(error, Unavailable):
                 raise error

@@ -65,7 +65,9 @@ class _Stream(Generic[C]):
             raise Aborted(CLOSED)
         if any(key == REQUEST_ID for key, _ in error.initial_metadata() or ()):
             self._patience.accepted()
-        return self._patience.pause_after(error_of(error), time.monotonic(), random.random())
+        reason = error_of(error)
+        self._connections.failed(self._stub, reason)
+        return self._patience.pause_after(reason, time.monotonic(), random.random())
 
     def _cancel(self) -> None:
         for call in self._calls:

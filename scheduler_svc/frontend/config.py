@@ -36,6 +36,8 @@ class FrontendConfig(ServerSecurity):
     """Seconds that compiling a request's grammar may take."""
     core_timeout: float = 30.0
     """Seconds that requests wait for a core that is away; then they end UNAVAILABLE."""
+    hands_off: bool = False
+    """After SIGTERM running streams end at once, to be resumed at another scheduler."""
     drain_timeout: float = 30.0
     """Seconds that running streams have to finish after SIGTERM."""
     max_connections: int | None = None

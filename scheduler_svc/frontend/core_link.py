@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from scheduler_svc.frontend.generation import Sample
 from scheduler_svc.frontend.timeline import CORE_LOST, DRAINED, PREEMPTED, TAINTED, WORKER_LOST
 from scheduler_svc.frontend.token_batch import read_tokens
-from shared.errors import ProtocolError, TandemError, Unavailable
+from shared.errors import ProtocolError, Standby, TandemError, Unavailable
 from shared.framing import FramingError, read_message, write_message
 from shared.histogram import SHORT_S, Histogram
 from shared.pb import core_pb2
@@ -71,8 +71,10 @@ class CoreLink:
         self._ready = asyncio.Event()
         self.state: core_pb2.CoreState | None = None
         """The core's last word; None while it is away."""
-        self.changed = asyncio.Event()
-        """Set when `state` changed; whoever watches it clears it."""
+        self._told = 0
+        self._news = asyncio.Event()
+        self._led_term: int | None = None
+        """The number of this scheduler's claim, where the last core led."""
         self.gaps = Histogram(SHORT_S)
         """Seconds between two tokens of a sample."""
         self.resubmissions = 0
@@ -102,6 +104,8 @@ class CoreLink:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
+        if self._led_term is not None:
+            self._send(core_pb2.FrontendMessage(led_before=core_pb2.LedBefore(term=self._led_term)))
         for handle, sample in self._live.items():
             sample.submission.output = pack(np.array(sample.output, dtype=np.int32))
             sample.submission.again = True
@@ -119,9 +123,7 @@ class CoreLink:
 
     def _disconnected(self) -> None:
         self._writer = None
-        self.state = None
-        self._ready.clear()
-        self.changed.set()
+        self._set_state(None)
         if self._cache_listener is not None:
             self._cache_listener.cache_lost()
         questions, self._questions = self._questions, {}
@@ -142,13 +144,24 @@ class CoreLink:
         return Unavailable(f"{missing} for {self._timeout:g} s; try again later")
 
     async def ready(self) -> core_pb2.ServedModel:
-        """Waits until the core is there and the model known. Raises Unavailable after the timeout."""
+        """Waits until the core is there and the model known. Raises Unavailable after the timeout, Standby at once."""
         if not self._ready.is_set():
             try:
                 await asyncio.wait_for(self._ready.wait(), self._timeout)
             except TimeoutError:
                 raise self._away() from None
+        if self.state is not None:
+            self.serving_state()
         return self._model
+
+    def serving_state(self) -> core_pb2.CoreState:
+        """The core's last word. Raises Unavailable while it is away, Standby where another scheduler serves."""
+        if self.state is None:
+            raise Unavailable("the scheduler core restarts; try again")
+        if self.state.standby:
+            where = f": {self.state.active_endpoint}" if self.state.active_endpoint else ""
+            raise Standby(f"this scheduler stands by, another one is the active one{where}", self.state.active_endpoint)
+        return self.state
 
     def submit(self, samples: Iterable[Sample]) -> None:
         """Hands samples to the core, now or when it comes back; from then on it feeds them."""
@@ -262,13 +275,31 @@ class CoreLink:
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
 
-    def _set_state(self, state: core_pb2.CoreState) -> None:
+    def _set_state(self, state: core_pb2.CoreState | None) -> None:
         self.state = state
-        self.changed.set()
+        self.repeat()
+        if state is None:
+            self._ready.clear()
+            return
+        self._led_term = state.peer.term if state.peer.leading else None
         if state.HasField("model"):
             self._model = state.model
-        if self._model.vocabulary_size:
+        if self._model.vocabulary_size or state.standby:
             self._ready.set()
+        else:
+            self._ready.clear()
+
+    def repeat(self) -> None:
+        """Who waits for news is told the state again."""
+        self._told += 1
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def next_state(self, seen: int) -> int:
+        """Waits until `state` was set more than `seen` times; how often it was."""
+        while self._told <= seen:
+            await self._news.wait()
+        return self._told
 
     def _deliver(self, batch: core_pb2.TokenBatch) -> None:
         """A handle without a sample was cancelled while its tokens were on their way."""

@@ -29,10 +29,11 @@ class Health:
     async def run(self) -> None:
         """Follows the core until cancelled."""
         await self.servicer.set(LIVENESS, _Status.SERVING)
+        await self._update()
+        seen = 0
         while True:
+            seen = await self._link.next_state(seen)
             await self._update()
-            await self._link.changed.wait()
-            self._link.changed.clear()
 
     async def drain(self) -> None:
         """Nothing new is taken from now on; the process still lives."""
@@ -43,7 +44,9 @@ class Health:
     def is_ready(self) -> bool:
         """Able to serve or to take over."""
         state = self._link.state
-        return not self._draining and state is not None and state.HasField("model") and state.progressing
+        if self._draining or state is None:
+            return False
+        return state.standby or (state.HasField("model") and state.progressing)
 
     @property
     def is_active(self) -> bool:

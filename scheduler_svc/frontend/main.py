@@ -27,6 +27,7 @@ from scheduler_svc.frontend.grammar_compiler import GrammarCompiler
 from scheduler_svc.frontend.health import SERVICE, VLLM_ENGINE, Health
 from scheduler_svc.frontend.matcher import GrammarTokenizer
 from scheduler_svc.frontend.metrics import frontend_metrics
+from scheduler_svc.frontend.peer_service import PeerService
 from scheduler_svc.frontend.prompts import Prompts
 from scheduler_svc.frontend.service import GenerationService
 from scheduler_svc.frontend.tracing import Tracing, make_tracing
@@ -35,7 +36,7 @@ from scheduler_svc.process_metrics import process_metrics
 from scheduler_svc.snapshots import push
 from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
-from shared.pb import generation_pb2_grpc
+from shared.pb import generation_pb2_grpc, peer_pb2_grpc
 from shared.ports import LOOPBACK
 from shared.process import STARTUP_FAILED, die_with_parent, raise_file_limit, stop_signals
 from shared.rpc import listen, make_server
@@ -77,6 +78,7 @@ class Frontend:
         self._prompts = Prompts(config)
         self.link = CoreLink(config.core_socket, config.core_timeout)
         self._health = Health(self.link)
+        self._peers = PeerService(self.link)
         tokens = self._prompts.tokenizer, self._prompts.vocabulary
         tokenizer = GrammarTokenizer(*tokens, model.vocabulary_size, model.eos_token_ids)
         self._grammars = GrammarCompiler(config.model, tokenizer, config.grammar_timeout)
@@ -110,6 +112,7 @@ class Frontend:
         server = make_server(share_port=True, interceptors=interceptors, options=options, read_timeout=read_timeout)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.service, server)
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._engine, server)  # type: ignore[no-untyped-call]
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(self._peers, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         names = (SERVICE, VLLM_ENGINE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -144,16 +147,17 @@ class Frontend:
             task.result()
 
     async def stop(self) -> None:
-        """Drains within the grace period, then ends everything."""
+        """Drains within the grace period, or hands off, then ends everything."""
         await self._health.drain()
-        try:
-            await asyncio.wait_for(self.service.drain(), self._config.drain_timeout)
-        except TimeoutError:
-            self.link.fail_all(Unavailable("this server shuts down; resume on another"))
+        self._peers.leave(hands_off=self._config.hands_off)
+        draining = asyncio.create_task(self.service.drain())
+        timeout_s = 0.0 if self._config.hands_off else self._config.drain_timeout
+        await asyncio.wait([draining], timeout=timeout_s)
+        self.link.fail_all(Unavailable("this server shuts down; resume on another"))
         await asyncio.gather(self._server.stop(_CLOSING_SECONDS), self._health_server.stop(_CLOSING_SECONDS))
-        for task in (*self._tasks, self._telling):
+        for task in (background := [*self._tasks, self._telling, draining]):
             task.cancel()
-        await asyncio.gather(*self._tasks, self._telling, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
         await asyncio.to_thread(self._tracing.close)
         self._prompts.close()
         self._grammars.close()

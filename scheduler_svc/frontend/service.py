@@ -170,9 +170,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return self._load()
 
     def _load(self) -> pb.GetLoadResponse:
-        state = self._link.state
-        if state is None:
-            raise Unavailable("the scheduler core restarts; try again")
+        state = self._link.serving_state()
         names = ("endpoint", "connected", "running", "total_blocks", "free_blocks", "draining", "problem")
         return pb.GetLoadResponse(
             queued=state.queued,

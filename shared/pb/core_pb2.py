@@ -23,66 +23,69 @@ _sym_db = _symbol_database.Default()
 
 
 from shared.pb import generation_pb2 as tandem_dot_v1_dot_generation__pb2
+from shared.pb import peer_pb2 as tandem_dot_v1_dot_peer__pb2
 from shared.pb import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/core.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x16tandem/v1/worker.proto\"\xfe\x02\n\x0f\x46rontendMessage\x12#\n\x06submit\x18\x01 \x01(\x0b\x32\x11.tandem.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12+\n\x0b\x61\x62ort_by_id\x18\x03 \x01(\x0b\x32\x14.tandem.v1.AbortByIdH\x00\x12*\n\nmask_ready\x18\x04 \x01(\x0b\x32\x14.tandem.v1.MaskReadyH\x00\x12\x30\n\rrequest_ended\x18\x05 \x01(\x0b\x32\x17.tandem.v1.RequestStatsH\x00\x12\x32\n\x0estats_question\x18\x06 \x01(\x0b\x32\x18.tandem.v1.StatsQuestionH\x00\x12,\n\x0bwatch_cache\x18\x07 \x01(\x0b\x32\x15.tandem.v1.WatchCacheH\x00\x12,\n\x0b\x66lush_cache\x18\x08 \x01(\x0b\x32\x15.tandem.v1.FlushCacheH\x00\x42\x06\n\x04kind\"\xcd\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x0e\n\x06output\x18\x05 \x01(\x0c\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.tandem.v1.SequenceSampling\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x01(\x0c\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0b\x63onstrained\x18\x0c \x01(\x08\x12\r\n\x05\x61gain\x18\r \x01(\x08\x12\x0e\n\x06\x63lient\x18\x10 \x01(\t\x12 \n\x18prompt_logprobs_received\x18\x0f \x01(\r\"\xde\x01\n\x10SequenceSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12$\n\x05rules\x18\x06 \x01(\x0b\x32\x15.tandem.v1.LogitRules\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\"1\n\tAbortById\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x1b\n\nWatchCache\x12\r\n\x05watch\x18\x01 \x01(\x08\"\x1e\n\nFlushCache\x12\x10\n\x08question\x18\x01 \x01(\r\">\n\tMaskReady\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0f\n\x07\x61llowed\x18\x03 \x01(\x0c\"\xa1\x02\n\x0b\x43oreMessage\x12%\n\x05state\x18\x01 \x01(\x0b\x32\x14.tandem.v1.CoreStateH\x00\x12\'\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.tandem.v1.TokenBatchH\x00\x12.\n\x0c\x61\x62ort_answer\x18\x03 \x01(\x0b\x32\x16.tandem.v1.AbortAnswerH\x00\x12.\n\x0cstats_answer\x18\x04 \x01(\x0b\x32\x16.tandem.v1.StatsAnswerH\x00\x12.\n\x0c\x66lush_answer\x18\x05 \x01(\x0b\x32\x16.tandem.v1.FlushAnswerH\x00\x12*\n\ncache_news\x18\x06 \x01(\x0b\x32\x14.tandem.v1.CacheNewsH\x00\x42\x06\n\x04kind\"\xb4\x01\n\tCoreState\x12\x0e\n\x06\x61\x63tive\x18\x01 \x01(\x08\x12\x13\n\x0bprogressing\x18\x03 \x01(\x08\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.tandem.v1.ServedModel\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12%\n\x06groups\x18\x08 \x03(\x0b\x32\x15.tandem.v1.GroupState\"w\n\x0bServedModel\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x12\n\nblock_size\x18\x05 \x01(\r\"\x90\x01\n\nGroupState\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07problem\x18\x07 \x01(\t\"\x8b\x02\n\nTokenBatch\x12#\n\x07started\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Started\x12\x0f\n\x07handles\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x1f\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x10.tandem.v1.Ended\x12\x15\n\rlogprob_sizes\x18\x05 \x01(\x0c\x12\x10\n\x08logprobs\x18\x06 \x01(\x0c\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.tandem.v1.PromptLogprobs\x12%\n\x08requeued\x18\x08 \x03(\x0b\x32\x13.tandem.v1.Requeued\x12\x0f\n\x07time_us\x18\t \x01(\x04\"1\n\x0ePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x0c\"0\n\x07Started\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"B\n\x08Requeued\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12&\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x17.tandem.v1.RequeueCause\"\x8a\x01\n\x05\x45nded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12*\n\x06length\x18\x03 \x01(\x0b\x32\x18.tandem.v1.LengthReachedH\x00\x12%\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x42\x05\n\x03how\"\x0f\n\rLengthReached\"@\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\".\n\x0b\x41\x62ortAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12\r\n\x05\x66ound\x18\x02 \x01(\x08\"7\n\rStatsQuestion\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x14\n\x0cmax_requests\x18\x02 \x01(\r\"K\n\x0bStatsAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12*\n\x05stats\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.GetStatsResponse\"0\n\x0b\x46lushAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x0f\n\x07\x66lushed\x18\x02 \x01(\x08\"T\n\tCacheNews\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\'\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\x16.tandem.v1.CacheChange\"O\n\x0b\x43\x61\x63heChange\x12\r\n\x05\x62lock\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_parent*\x9f\x01\n\x0cRequeueCause\x12\x1d\n\x19REQUEUE_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEUE_CAUSE_PREEMPTED\x10\x01\x12\x1d\n\x19REQUEUE_CAUSE_WORKER_LOST\x10\x02\x12\x19\n\x15REQUEUE_CAUSE_TAINTED\x10\x03\x12\x19\n\x15REQUEUE_CAUSE_DRAINED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/core.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x14tandem/v1/peer.proto\x1a\x16tandem/v1/worker.proto\"\xaa\x03\n\x0f\x46rontendMessage\x12#\n\x06submit\x18\x01 \x01(\x0b\x32\x11.tandem.v1.SubmitH\x00\x12#\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CancelH\x00\x12+\n\x0b\x61\x62ort_by_id\x18\x03 \x01(\x0b\x32\x14.tandem.v1.AbortByIdH\x00\x12*\n\nmask_ready\x18\x04 \x01(\x0b\x32\x14.tandem.v1.MaskReadyH\x00\x12\x30\n\rrequest_ended\x18\x05 \x01(\x0b\x32\x17.tandem.v1.RequestStatsH\x00\x12\x32\n\x0estats_question\x18\x06 \x01(\x0b\x32\x18.tandem.v1.StatsQuestionH\x00\x12,\n\x0bwatch_cache\x18\x07 \x01(\x0b\x32\x15.tandem.v1.WatchCacheH\x00\x12,\n\x0b\x66lush_cache\x18\x08 \x01(\x0b\x32\x15.tandem.v1.FlushCacheH\x00\x12*\n\nled_before\x18\t \x01(\x0b\x32\x14.tandem.v1.LedBeforeH\x00\x42\x06\n\x04kind\"\xcd\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x0e\n\x06output\x18\x05 \x01(\x0c\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.tandem.v1.SequenceSampling\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x01(\x0c\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0b\x63onstrained\x18\x0c \x01(\x08\x12\r\n\x05\x61gain\x18\r \x01(\x08\x12\x0e\n\x06\x63lient\x18\x10 \x01(\t\x12 \n\x18prompt_logprobs_received\x18\x0f \x01(\r\"\xde\x01\n\x10SequenceSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12$\n\x05rules\x18\x06 \x01(\x0b\x32\x15.tandem.v1.LogitRules\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\"1\n\tAbortById\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\x1b\n\nWatchCache\x12\r\n\x05watch\x18\x01 \x01(\x08\"\x1e\n\nFlushCache\x12\x10\n\x08question\x18\x01 \x01(\r\">\n\tMaskReady\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0f\n\x07\x61llowed\x18\x03 \x01(\x0c\"\x19\n\tLedBefore\x12\x0c\n\x04term\x18\x01 \x01(\x04\"\xa1\x02\n\x0b\x43oreMessage\x12%\n\x05state\x18\x01 \x01(\x0b\x32\x14.tandem.v1.CoreStateH\x00\x12\'\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.tandem.v1.TokenBatchH\x00\x12.\n\x0c\x61\x62ort_answer\x18\x03 \x01(\x0b\x32\x16.tandem.v1.AbortAnswerH\x00\x12.\n\x0cstats_answer\x18\x04 \x01(\x0b\x32\x16.tandem.v1.StatsAnswerH\x00\x12.\n\x0c\x66lush_answer\x18\x05 \x01(\x0b\x32\x16.tandem.v1.FlushAnswerH\x00\x12*\n\ncache_news\x18\x06 \x01(\x0b\x32\x14.tandem.v1.CacheNewsH\x00\x42\x06\n\x04kind\"\x82\x02\n\tCoreState\x12\x0e\n\x06\x61\x63tive\x18\x01 \x01(\x08\x12\x13\n\x0bprogressing\x18\x03 \x01(\x08\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.tandem.v1.ServedModel\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12%\n\x06groups\x18\x08 \x03(\x0b\x32\x15.tandem.v1.GroupState\x12\x0f\n\x07standby\x18\t \x01(\x08\x12\x17\n\x0f\x61\x63tive_endpoint\x18\n \x01(\t\x12\"\n\x04peer\x18\x0b \x01(\x0b\x32\x14.tandem.v1.PeerState\"w\n\x0bServedModel\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x15\n\rcontext_limit\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\x12\x12\n\nblock_size\x18\x05 \x01(\r\"\x90\x01\n\nGroupState\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07problem\x18\x07 \x01(\t\"\x8b\x02\n\nTokenBatch\x12#\n\x07started\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Started\x12\x0f\n\x07handles\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x1f\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x10.tandem.v1.Ended\x12\x15\n\rlogprob_sizes\x18\x05 \x01(\x0c\x12\x10\n\x08logprobs\x18\x06 \x01(\x0c\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.tandem.v1.PromptLogprobs\x12%\n\x08requeued\x18\x08 \x03(\x0b\x32\x13.tandem.v1.Requeued\x12\x0f\n\x07time_us\x18\t \x01(\x04\"1\n\x0ePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x65ntries\x18\x02 \x01(\x0c\"0\n\x07Started\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"B\n\x08Requeued\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12&\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x17.tandem.v1.RequeueCause\"\x8a\x01\n\x05\x45nded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x17\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x12*\n\x06length\x18\x03 \x01(\x0b\x32\x18.tandem.v1.LengthReachedH\x00\x12%\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x42\x05\n\x03how\"\x0f\n\rLengthReached\"@\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\".\n\x0b\x41\x62ortAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12\r\n\x05\x66ound\x18\x02 \x01(\x08\"7\n\rStatsQuestion\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x14\n\x0cmax_requests\x18\x02 \x01(\r\"K\n\x0bStatsAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12*\n\x05stats\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.GetStatsResponse\"0\n\x0b\x46lushAnswer\x12\x10\n\x08question\x18\x01 \x01(\r\x12\x0f\n\x07\x66lushed\x18\x02 \x01(\x08\"T\n\tCacheNews\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12\'\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\x16.tandem.v1.CacheChange\"O\n\x0b\x43\x61\x63heChange\x12\r\n\x05\x62lock\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_parent*\x9f\x01\n\x0cRequeueCause\x12\x1d\n\x19REQUEUE_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEUE_CAUSE_PREEMPTED\x10\x01\x12\x1d\n\x19REQUEUE_CAUSE_WORKER_LOST\x10\x02\x12\x19\n\x15REQUEUE_CAUSE_TAINTED\x10\x03\x12\x19\n\x15REQUEUE_CAUSE_DRAINED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shared.pb.core_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REQUEUECAUSE']._serialized_start=3041
-  _globals['_REQUEUECAUSE']._serialized_end=3200
-  _globals['_FRONTENDMESSAGE']._serialized_start=88
-  _globals['_FRONTENDMESSAGE']._serialized_end=470
-  _globals['_SUBMIT']._serialized_start=473
-  _globals['_SUBMIT']._serialized_end=806
-  _globals['_SEQUENCESAMPLING']._serialized_start=809
-  _globals['_SEQUENCESAMPLING']._serialized_end=1031
-  _globals['_CANCEL']._serialized_start=1033
-  _globals['_CANCEL']._serialized_end=1057
-  _globals['_ABORTBYID']._serialized_start=1059
-  _globals['_ABORTBYID']._serialized_end=1108
-  _globals['_WATCHCACHE']._serialized_start=1110
-  _globals['_WATCHCACHE']._serialized_end=1137
-  _globals['_FLUSHCACHE']._serialized_start=1139
-  _globals['_FLUSHCACHE']._serialized_end=1169
-  _globals['_MASKREADY']._serialized_start=1171
-  _globals['_MASKREADY']._serialized_end=1233
-  _globals['_COREMESSAGE']._serialized_start=1236
-  _globals['_COREMESSAGE']._serialized_end=1525
-  _globals['_CORESTATE']._serialized_start=1528
-  _globals['_CORESTATE']._serialized_end=1708
-  _globals['_SERVEDMODEL']._serialized_start=1710
-  _globals['_SERVEDMODEL']._serialized_end=1829
-  _globals['_GROUPSTATE']._serialized_start=1832
-  _globals['_GROUPSTATE']._serialized_end=1976
-  _globals['_TOKENBATCH']._serialized_start=1979
-  _globals['_TOKENBATCH']._serialized_end=2246
-  _globals['_PROMPTLOGPROBS']._serialized_start=2248
-  _globals['_PROMPTLOGPROBS']._serialized_end=2297
-  _globals['_STARTED']._serialized_start=2299
-  _globals['_STARTED']._serialized_end=2347
-  _globals['_REQUEUED']._serialized_start=2349
-  _globals['_REQUEUED']._serialized_end=2415
-  _globals['_ENDED']._serialized_start=2418
-  _globals['_ENDED']._serialized_end=2556
-  _globals['_LENGTHREACHED']._serialized_start=2558
-  _globals['_LENGTHREACHED']._serialized_end=2573
-  _globals['_FAILURE']._serialized_start=2575
-  _globals['_FAILURE']._serialized_end=2639
-  _globals['_ABORTANSWER']._serialized_start=2641
-  _globals['_ABORTANSWER']._serialized_end=2687
-  _globals['_STATSQUESTION']._serialized_start=2689
-  _globals['_STATSQUESTION']._serialized_end=2744
-  _globals['_STATSANSWER']._serialized_start=2746
-  _globals['_STATSANSWER']._serialized_end=2821
-  _globals['_FLUSHANSWER']._serialized_start=2823
-  _globals['_FLUSHANSWER']._serialized_end=2871
-  _globals['_CACHENEWS']._serialized_start=2873
-  _globals['_CACHENEWS']._serialized_end=2957
-  _globals['_CACHECHANGE']._serialized_start=2959
-  _globals['_CACHECHANGE']._serialized_end=3038
+  _globals['_REQUEUECAUSE']._serialized_start=3212
+  _globals['_REQUEUECAUSE']._serialized_end=3371
+  _globals['_FRONTENDMESSAGE']._serialized_start=110
+  _globals['_FRONTENDMESSAGE']._serialized_end=536
+  _globals['_SUBMIT']._serialized_start=539
+  _globals['_SUBMIT']._serialized_end=872
+  _globals['_SEQUENCESAMPLING']._serialized_start=875
+  _globals['_SEQUENCESAMPLING']._serialized_end=1097
+  _globals['_CANCEL']._serialized_start=1099
+  _globals['_CANCEL']._serialized_end=1123
+  _globals['_ABORTBYID']._serialized_start=1125
+  _globals['_ABORTBYID']._serialized_end=1174
+  _globals['_WATCHCACHE']._serialized_start=1176
+  _globals['_WATCHCACHE']._serialized_end=1203
+  _globals['_FLUSHCACHE']._serialized_start=1205
+  _globals['_FLUSHCACHE']._serialized_end=1235
+  _globals['_MASKREADY']._serialized_start=1237
+  _globals['_MASKREADY']._serialized_end=1299
+  _globals['_LEDBEFORE']._serialized_start=1301
+  _globals['_LEDBEFORE']._serialized_end=1326
+  _globals['_COREMESSAGE']._serialized_start=1329
+  _globals['_COREMESSAGE']._serialized_end=1618
+  _globals['_CORESTATE']._serialized_start=1621
+  _globals['_CORESTATE']._serialized_end=1879
+  _globals['_SERVEDMODEL']._serialized_start=1881
+  _globals['_SERVEDMODEL']._serialized_end=2000
+  _globals['_GROUPSTATE']._serialized_start=2003
+  _globals['_GROUPSTATE']._serialized_end=2147
+  _globals['_TOKENBATCH']._serialized_start=2150
+  _globals['_TOKENBATCH']._serialized_end=2417
+  _globals['_PROMPTLOGPROBS']._serialized_start=2419
+  _globals['_PROMPTLOGPROBS']._serialized_end=2468
+  _globals['_STARTED']._serialized_start=2470
+  _globals['_STARTED']._serialized_end=2518
+  _globals['_REQUEUED']._serialized_start=2520
+  _globals['_REQUEUED']._serialized_end=2586
+  _globals['_ENDED']._serialized_start=2589
+  _globals['_ENDED']._serialized_end=2727
+  _globals['_LENGTHREACHED']._serialized_start=2729
+  _globals['_LENGTHREACHED']._serialized_end=2744
+  _globals['_FAILURE']._serialized_start=2746
+  _globals['_FAILURE']._serialized_end=2810
+  _globals['_ABORTANSWER']._serialized_start=2812
+  _globals['_ABORTANSWER']._serialized_end=2858
+  _globals['_STATSQUESTION']._serialized_start=2860
+  _globals['_STATSQUESTION']._serialized_end=2915
+  _globals['_STATSANSWER']._serialized_start=2917
+  _globals['_STATSANSWER']._serialized_end=2992
+  _globals['_FLUSHANSWER']._serialized_start=2994
+  _globals['_FLUSHANSWER']._serialized_end=3042
+  _globals['_CACHENEWS']._serialized_start=3044
+  _globals['_CACHENEWS']._serialized_end=3128
+  _globals['_CACHECHANGE']._serialized_start=3130
+  _globals['_CACHECHANGE']._serialized_end=3209
 # @@protoc_insertion_point(module_scope)

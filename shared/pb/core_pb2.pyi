@@ -12,6 +12,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shared.pb import generation_pb2 as _generation_pb2
+from shared.pb import peer_pb2 as _peer_pb2
 from shared.pb import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -70,6 +71,7 @@ class FrontendMessage(_message.Message):
     STATS_QUESTION_FIELD_NUMBER: _builtins.int
     WATCH_CACHE_FIELD_NUMBER: _builtins.int
     FLUSH_CACHE_FIELD_NUMBER: _builtins.int
+    LED_BEFORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit:
         """A new sequence."""
@@ -102,6 +104,10 @@ class FrontendMessage(_message.Message):
     def flush_cache(self) -> Global___FlushCache:
         """Forget every cached prefix."""
 
+    @_builtins.property
+    def led_before(self) -> Global___LedBefore:
+        """To a core that took another's place, which led."""
+
     def __init__(
         self,
         *,
@@ -113,12 +119,13 @@ class FrontendMessage(_message.Message):
         stats_question: Global___StatsQuestion | None = ...,
         watch_cache: Global___WatchCache | None = ...,
         flush_cache: Global___FlushCache | None = ...,
+        led_before: Global___LedBefore | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "led_before", b"led_before", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "led_before", b"led_before", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question", "watch_cache", "flush_cache"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question", "watch_cache", "flush_cache", "led_before"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -386,6 +393,28 @@ class MaskReady(_message.Message):
 Global___MaskReady: _TypeAlias = MaskReady  # noqa: Y015
 
 @_typing.final
+class LedBefore(_message.Message):
+    """This scheduler led when its last core process died."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The number of that claim."""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedBefore: _TypeAlias = LedBefore  # noqa: Y015
+
+@_typing.final
 class CoreMessage(_message.Message):
     """From the core to a frontend."""
 
@@ -454,6 +483,9 @@ class CoreState(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
+    ACTIVE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     active: _builtins.bool
     """Requests are served: a worker is there and this scheduler is the active one."""
     progressing: _builtins.bool
@@ -464,6 +496,10 @@ class CoreState(_message.Message):
     """Requests that hold K/V blocks."""
     max_running: _builtins.int
     """Most requests that may run at a time, over all groups."""
+    standby: _builtins.bool
+    """Requests are refused: another scheduler is the active one, or is about to be."""
+    active_endpoint: _builtins.str
+    """Where that one is, as far as it is known."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """Served model, known once the first worker answered Describe."""
@@ -471,6 +507,10 @@ class CoreState(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]:
         """One entry per worker group."""
+
+    @_builtins.property
+    def peer(self) -> _peer_pb2.PeerState:
+        """What peers are told."""
 
     def __init__(
         self,
@@ -482,10 +522,13 @@ class CoreState(_message.Message):
         running: _builtins.int = ...,
         max_running: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupState] | None = ...,
+        standby: _builtins.bool = ...,
+        active_endpoint: _builtins.str = ...,
+        peer: _peer_pb2.PeerState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "groups", b"groups", "max_running", b"max_running", "model", b"model", "progressing", b"progressing", "queued", b"queued", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "active_endpoint", b"active_endpoint", "groups", b"groups", "max_running", b"max_running", "model", b"model", "peer", b"peer", "progressing", b"progressing", "queued", b"queued", "running", b"running", "standby", b"standby"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,10 +1,12 @@
 """How long and how often a lost stream is tried again: the rules alone, told the time."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import DeadlineExceeded, DuplicateRequest, QueueFull, TandemError, Unavailable
+from shared.errors import DeadlineExceeded, DuplicateRequest, QueueFull, Standby, TandemError, Unavailable
 from tandem.resume import LONGEST_HINT_S, LONGEST_PAUSE_S, Patience
 
 LOST = Unavailable("gone")
@@ -85,3 +87,16 @@ def test_no_pause_reaches_beyond_the_deadline(error: TandemError) -> None:
     patience.pause_after(LOST, 4.0, 0.0)
     with pytest.raises(DeadlineExceeded, match=str(error)):
         patience.pause_after(error, 4.999, 1.0)
+
+
+def test_where_a_scheduler_stands_by_another_is_waited_for() -> None:
+    """Also by a request that nobody has taken yet, and whatever the others say; for as long as after a loss."""
+    patience, standby = Patience(0.0, 10.0, None, endpoints=2), Standby("stands by", "")
+    assert patience.pause_after(standby, 0.0, 1.0) == 0.0
+    now, pauses = 0.0, []
+    with pytest.raises(Unavailable):
+        for error in itertools.cycle([LOST, standby]):
+            pauses.append(patience.pause_after(error, now, 1.0))
+            now += pauses[-1]
+    assert pauses[0] == pytest.approx(0.05) and pauses == sorted(pauses)
+    assert 10.0 <= now <= 10.0 + LONGEST_PAUSE_S

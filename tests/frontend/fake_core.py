@@ -59,6 +59,8 @@ class FakeCore:
         self.cancelled: list[int] = []
         self.aborted: list[str] = []
         self.requests_ended: list[RequestStats] = []
+        self.led_before: list[int] = []
+        """What LedBefore messages said."""
         self.connections = 0
         self.answer_aborts = True
         self.watched: list[bool] = []
@@ -118,6 +120,8 @@ class FakeCore:
             self._abort(message.abort_by_id)
         elif kind == "request_ended":
             self.requests_ended.append(message.request_ended)
+        elif kind == "led_before":
+            self.led_before.append(message.led_before.term)
         elif kind == "watch_cache":
             self.watched.append(message.watch_cache.watch)
         elif kind == "flush_cache":

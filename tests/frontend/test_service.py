@@ -83,10 +83,11 @@ async def _serving(served: Served) -> set[str]:
     [
         (ready_state(), set(_ALL)),
         (ready_state(active=False), {"", "readiness", "liveness"}),
+        (core_pb2.CoreState(standby=True), {"", "readiness", "liveness"}),
         (ready_state(progressing=False), {"tandem.Active", *_SERVICES, "liveness"}),
         (core_pb2.CoreState(progressing=True), {"liveness"}),
     ],
-    ids=["active", "standby", "stuck", "without a model"],
+    ids=["active", "without workers", "standby", "stuck", "without a model"],
 )
 def test_health_follows_the_core_s_state(state: core_pb2.CoreState, expected: set[str], model: Path) -> None:
     async def scenario() -> None:

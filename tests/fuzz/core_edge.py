@@ -64,7 +64,7 @@ class CoreEdge:
         self._scratch = TemporaryDirectory()
         self._socket = str(Path(self._scratch.name) / "core")
         config = SchedulerConfig(Path(), ("127.0.0.1:1",))
-        self._engine = Engine(config, "f", instance=1, hash_seed=1)
+        self._engine = Engine(config, "f", scheduler=1, instance=1, hash_seed=1)
         self._engine.workers.links[0] = RightWorker(
             0, "", self._engine, Dialer(ClientSecurity()), instance=1, step_timeout=1.0
         )

@@ -65,7 +65,11 @@ async def served(
 ) -> AsyncIterator[tuple[Engine, Peer, asyncio.Task[None]]]:
     workers = tuple(f"127.0.0.1:{find_free('127.0.0.1')}" for _ in range(groups))
     engine = Engine(
-        SchedulerConfig(model=model_folder("tiny"), workers=workers, **settings), "", instance=1, hash_seed=2
+        SchedulerConfig(model=model_folder("tiny"), workers=workers, **settings),
+        "",
+        scheduler=3,
+        instance=1,
+        hash_seed=2,
     )
     running = asyncio.create_task(engine.run(str(folder / "core.sock")))
     while not (folder / "core.sock").exists():

@@ -52,7 +52,7 @@ class Worker:
 async def service(folder: Path, worker: Worker) -> AsyncIterator[tuple[Engine, Frontend]]:
     endpoint = f"127.0.0.1:{worker.port}"
     config = SchedulerConfig(model=MODEL, workers=(endpoint,))
-    engine = Engine(config, load_model_config(MODEL).fingerprint, instance=1, hash_seed=2)
+    engine = Engine(config, load_model_config(MODEL).fingerprint, scheduler=3, instance=1, hash_seed=2)
     frontend = Frontend(FrontendConfig(model=MODEL, core_socket=folder / "core.sock"))
     running = asyncio.create_task(engine.run(str(folder / "core.sock")))
     await frontend.start()

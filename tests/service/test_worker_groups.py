@@ -10,11 +10,11 @@ import pytest
 from grpc import aio
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.resolve import resolve
 from scheduler_svc.worker_groups import WorkerGroups
 from shared.errors import StartupError
 from shared.pb import worker_pb2_grpc
 from shared.ports import find_free
+from shared.resolve import resolve
 from shared.types import StepPlan, StepResult, WorkerDescription
 from tandem.models import model_folder
 from tests.patience import PATIENCE_S

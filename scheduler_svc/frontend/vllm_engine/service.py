@@ -22,9 +22,8 @@ from scheduler_svc.frontend.vllm_engine import kv_events, tokenizer_bundle
 from scheduler_svc.frontend.vllm_engine.requests import to_generate_request
 from scheduler_svc.frontend.vllm_engine.responses import Responses
 from shared import __version__
-from shared.errors import InvalidRequest, NotReplayable, Unavailable
+from shared.errors import InvalidRequest, NotReplayable
 from shared.model_config import ModelConfig, SamplingDefaults
-from shared.pb import core_pb2
 from shared.tokens import caller
 
 FLUSH_POLL_S = 0.05
@@ -92,7 +91,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Any) -> vllm.GetServerInfoResponse:
-        served, state = await self._link.ready(), self._state()
+        served, state = await self._link.ready(), self._link.serving_state()
         return vllm.GetServerInfoResponse(
             active_requests=state.running + state.queued,
             uptime_seconds=time.monotonic() - self._started,
@@ -107,7 +106,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
         """One rank: whatever worker groups there are, requests are placed here and not by the gateway."""
-        served, state = await self._link.ready(), self._state()
+        served, state = await self._link.ready(), self._link.serving_state()
         total = sum(group.total_blocks for group in state.groups)
         used = total - sum(group.free_blocks for group in state.groups)
         load = vllm.SchedulerLoad(
@@ -122,11 +121,6 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
         now = datetime.now(UTC).isoformat()
         return vllm.GetLoadsResponse(timestamp=now, version=__version__, dp_rank_count=1, loads=[load])
-
-    def _state(self) -> core_pb2.CoreState:
-        if self._link.state is None:
-            raise Unavailable("the scheduler core restarts; try again")
-        return self._link.state
 
     async def GetTokenizer(
         self, request: common.GetTokenizerRequest, context: Any

@@ -1,0 +1,220 @@
+"""Which of several schedulers serves: a state machine of one of them. Events in, `role` out.
+
+No I/O and no clock: times are seconds on the caller's clock, and only differences between them count. It decides who
+tries; that never two have the same worker is the lease's doing, so nothing here needs to be right for output to be.
+
+The rules: who hears no leader claims, the candidate of the lowest id first. A claim is numbered one above all that was
+heard. Of two that lead, who serves goes on, then who claimed last, then the lower id. Who finds that workers stay in
+other hands gives up, since somebody whom it can't hear lives.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+TICK_S = 0.1
+"""Between two ticks."""
+ASLEEP_S = 1.0
+"""An event that comes later than this after the one before: this process was stopped, and what it knows is old."""
+SETTLE_S = 1.0
+"""After the first worker: how long to wait for the others, to know what fits anywhere, and that nobody holds them."""
+CONTEST_S = 5.0
+"""How long workers may be in other hands before who wants them gives up; a lease that nobody keeps is over by then."""
+
+
+class Role(Enum):
+    """What a scheduler does about the workers."""
+
+    LISTENING = "listening"
+    """It has just started and does not know yet: requests wait."""
+    STANDBY = "standby"
+    """It leaves the workers alone and refuses requests."""
+    CLAIMING = "claiming"
+    """It dials the workers; another one may still hold some. Requests wait."""
+    LEADING = "leading"
+    """Requests are served, or wait for workers that come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a scheduler says of itself."""
+
+    scheduler: int
+    """Its id."""
+    leading: bool = False
+    """It dials the workers."""
+    serving: bool = False
+    """It holds at least one, and none that it knows of is in other hands."""
+    candidate: bool = True
+    """It would lead."""
+    term: int = 0
+    """The number of its claim; of the last one that it has heard of where it does not lead."""
+
+    @property
+    def strength(self) -> tuple[bool, int, int]:
+        """Of two that lead, the greater one goes on."""
+        return self.serving, self.term, -self.scheduler
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One address. `since` is the time of its last word, or from when on it has been expected to speak."""
+
+    since: float
+    claim: Claim | None = None
+    is_absent: bool = False
+    """It has never spoken, and nobody listens there."""
+
+
+class Election:
+    """One scheduler's view. Each event comes with the time; times never go back."""
+
+    def __init__(self, scheduler: int, peer_timeout: float, now: float, *, alone: bool) -> None:
+        """`scheduler` is this one's id; `alone`: there are no peers, and it claims at once."""
+        self.role = Role.CLAIMING if alone else Role.LISTENING
+        self.is_contested = False
+        """Its last claim failed: the workers were in other hands. Until it leads it refuses requests."""
+        self._id = scheduler
+        self._peer_timeout = peer_timeout
+        self._term = 1 if alone else 0
+        self._peers: dict[str, _Peer] = {}
+        self._waits_for_addresses_since: float | None = None if alone else now
+        self._connected = self._complete = self._held = False
+        self._connected_since: float | None = None
+        self._held_since: float | None = None
+        self._resting_until = self._awake = now
+
+    # What it says.
+
+    @property
+    def dials(self) -> bool:
+        """Whether to dial the workers."""
+        return self.role in (Role.CLAIMING, Role.LEADING)
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are computed here."""
+        return self.role is Role.LEADING and self._connected
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a request is taken, to be computed or to wait."""
+        return self.role is Role.LEADING or (self.role is not Role.STANDBY and not self.is_contested)
+
+    @property
+    def claim(self) -> Claim:
+        """To tell the peers."""
+        return Claim(
+            self._id,
+            leading=self.dials,
+            serving=self.serves,
+            candidate=self._awake >= self._resting_until,
+            term=self._term,
+        )
+
+    def leader(self) -> str:
+        """The address of the peer that leads; empty if none is known."""
+        live = self._live(self._awake)
+        leading = [(peer.claim.strength, at) for at, peer in live if peer.claim and peer.claim.leading]
+        return max(leading)[1] if leading else ""
+
+    # Events.
+
+    def addresses(self, addresses: Iterable[str], now: float) -> None:
+        """Where peers may be, this scheduler among them."""
+        self._waits_for_addresses_since = None
+        self._peers = {address: self._peers.get(address) or _Peer(now) for address in addresses}
+        self._decide(now)
+
+    def heard(self, address: str, claim: Claim, now: float) -> None:
+        """A peer, or this scheduler itself, has spoken."""
+        if address in self._peers:
+            self._peers[address] = _Peer(now, claim)
+            self._decide(now)
+
+    def unreachable(self, address: str, now: float) -> None:
+        """Nobody listens there. Who has spoken there before is waited for as if he were silent: he may come back."""
+        peer = self._peers.get(address)
+        if peer is not None and peer.claim is None:
+            peer.is_absent = True
+            self._decide(now)
+
+    def led_before(self, term: int, now: float) -> None:
+        """This scheduler led when its last core process died: it goes on, if nobody has taken its place."""
+        if self.role is Role.LISTENING:
+            self.role, self._term = Role.CLAIMING, term
+            self._decide(now)
+
+    def workers(self, now: float, *, connected: bool, complete: bool, held: bool) -> None:
+        """Whether any worker is connected, all are, and whether any has refused because another scheduler has it."""
+        self._connected, self._complete, self._held = connected, complete, held
+        self._connected_since = (self._connected_since or now) if connected else None
+        self._held_since = (self._held_since or now) if held else None
+        self._decide(now)
+
+    def without_workers(self, now: float) -> None:
+        """No worker has come for so long that waiting requests were ended: perhaps a peer has more luck."""
+        if self.dials and any(peer.claim and peer.claim.candidate for _, peer in self._live(now)):
+            self._step_down(now, rest=True)
+
+    def tick(self, now: float) -> None:
+        """At least every TICK_S."""
+        self._decide(now)
+
+    # Decisions.
+
+    def _decide(self, now: float) -> None:
+        if now - self._awake > ASLEEP_S:
+            for peer in self._peers.values():
+                peer.since = now
+        self._awake = now
+        if self.dials:
+            self._defend(now)
+        elif self._may_claim(now):
+            self.role = Role.CLAIMING
+            self._term = 1 + max([self._term, *(peer.claim.term for _, peer in self._others() if peer.claim)])
+        elif self.role is Role.LISTENING and not self._expects(now):
+            self.role = Role.STANDBY
+
+    def _defend(self, now: float) -> None:
+        mine = self.claim.strength
+        leading = [peer.claim for _, peer in self._live(now) if peer.claim and peer.claim.leading]
+        if any(claim.strength > mine for claim in leading):
+            self._step_down(now, rest=False)
+        elif self.role is Role.CLAIMING and not self._held and self._is_settled(now):
+            self.role, self.is_contested = Role.LEADING, False
+        elif self._held_since is not None and now - self._held_since >= CONTEST_S and not self.serves:
+            self.is_contested = True
+            self._step_down(now, rest=True)
+
+    def _is_settled(self, now: float) -> bool:
+        return self._complete or (self._connected_since is not None and now - self._connected_since >= SETTLE_S)
+
+    def _step_down(self, now: float, *, rest: bool) -> None:
+        self.role = Role.STANDBY
+        self._connected = self._complete = self._held = False
+        self._connected_since = self._held_since = None
+        if rest:
+            self._resting_until = now + self._peer_timeout
+
+    def _may_claim(self, now: float) -> bool:
+        if now < self._resting_until or self._expects(now):
+            return False
+        claims = [peer.claim for _, peer in self._live(now) if peer.claim]
+        return not any(claim.leading or (claim.candidate and claim.scheduler < self._id) for claim in claims)
+
+    def _expects(self, now: float) -> bool:
+        """Whether somebody who has not spoken yet may do so."""
+        if self._waits_for_addresses_since is not None:
+            return now - self._waits_for_addresses_since < self._peer_timeout
+        if any(peer.claim and peer.claim.leading for _, peer in self._live(now)):
+            return False
+        silent = [peer for peer in self._peers.values() if peer.claim is None and not peer.is_absent]
+        return any(now - peer.since < self._peer_timeout for peer in silent)
+
+    def _others(self) -> list[tuple[str, _Peer]]:
+        return [(at, peer) for at, peer in self._peers.items() if not (peer.claim and peer.claim.scheduler == self._id)]
+
+    def _live(self, now: float) -> list[tuple[str, _Peer]]:
+        """Peers that have spoken lately."""
+        return [(at, peer) for at, peer in self._others() if peer.claim and now - peer.since < self._peer_timeout]
