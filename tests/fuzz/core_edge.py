@@ -75,6 +75,7 @@ class CoreEdge:
         try:
             return self._loop.run_until_complete(asyncio.wait_for(self._take(payloads), PATIENCE_S))
         except BaseException:
+            self._loop.run_until_complete(_cancelled(asyncio.all_tasks(self._loop)))
             self.__init__()  # type: ignore[misc]  # as its parent would
             raise
 
@@ -116,3 +117,9 @@ class CoreEdge:
             self._running.result()
         self._engine.check_invariants()
         return told
+
+
+async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

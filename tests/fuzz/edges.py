@@ -18,6 +18,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import CoreConfig, Request, Scheduler
+from scheduler_svc.election import Election
 from scheduler_svc.fitting import MOST, MOST_TOKENS, core_config, foreign
 from scheduler_svc.frontend.bounds import checked_ids
 from scheduler_svc.frontend.config import FrontendConfig
@@ -26,11 +27,12 @@ from scheduler_svc.frontend.prompts import Prompts, tools_of
 from scheduler_svc.frontend.validation import check_request, submissions
 from scheduler_svc.frontend.vllm_engine.requests import to_generate_request
 from scheduler_svc.metrics_hub import MetricsHub
+from scheduler_svc.peers import claim_from_pb, claim_to_pb
 from scheduler_svc.snapshots import decode
 from shared.errors import InvalidRequest, ProtocolError, StartupError, TandemError
 from shared.framing import FramingError, read_message
 from shared.model_config import load_model_config
-from shared.pb import core_pb2, worker_pb2
+from shared.pb import core_pb2, peer_pb2, worker_pb2
 from shared.pb import generation_pb2 as pb
 from shared.rpc import RETRY_AFTER
 from shared.types import IntArray
@@ -153,6 +155,20 @@ def _descriptions(data: bytes) -> None:
     assert description.max_num_seqs * description.max_model_length <= MOST_TOKENS
 
 
+@_may_raise(DecodeError)
+def _peers(messages: list[bytes]) -> None:
+    """What a scheduler says of itself after it has heard these."""
+    election = Election(7, 2.0, 0.0, alone=False)
+    election.addresses(["peer"], 0.0)
+    try:
+        for number, data in enumerate(messages):
+            election.heard("peer", claim_from_pb(peer_pb2.PeerState.FromString(data)), float(number))
+    finally:
+        for at in range(10, 20):
+            election.workers(float(at), connected=True, complete=True, held=False)
+            claim_to_pb(election.claim)
+
+
 # Clients, and the gateways of others.
 
 
@@ -254,6 +270,7 @@ EDGES: dict[str, Callable[[], Edge]] = {
     "core messages at a frontend": lambda: Edge(_lists(core_pb2.CoreMessage, *samples.CORE_MESSAGES), LinkEdge().take),
     "plans at a worker": lambda: Edge(_lists(worker_pb2.StepPlan, *samples.PLANS), WorkerEdge().take),
     "results at the core": lambda: Edge(_any(worker_pb2.StepResult, _Results().right), _Results.once),
+    "peers at a scheduler": lambda: Edge(_lists(peer_pb2.PeerState, samples.PEER), _peers),
     "descriptions of workers": lambda: Edge(_any(worker_pb2.DescribeResponse, samples.DESCRIPTION), _descriptions),
     "requests": lambda: Edge(_any(pb.GenerateRequest, *samples.REQUESTS), _Requests().own),
     "requests of gateways": lambda: Edge(_any(vllm.GenerateRequest, *samples.GATEWAY_REQUESTS), _Requests().gateways),

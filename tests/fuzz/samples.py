@@ -4,7 +4,7 @@ import numpy as np
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from shared.logit_rules import LogitRules
-from shared.pb import core_pb2, worker_pb2
+from shared.pb import core_pb2, peer_pb2, worker_pb2
 from shared.pb import generation_pb2 as pb
 from shared.types import Admission, IntArray, RowSampling, StepPlan, TokenMask
 from shared.wire import pack, plan_to_pb
@@ -99,6 +99,8 @@ DESCRIPTION = worker_pb2.DescribeResponse(
     max_num_seqs=4,
     max_num_batched_tokens=64,
 )
+
+PEER = peer_pb2.PeerState(scheduler=9, leading=True, serving=True, candidate=True, term=3)
 
 # Clients'.
 

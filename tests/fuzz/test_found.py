@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.fitting import foreign
-from shared.pb import core_pb2, worker_pb2
+from shared.pb import core_pb2, peer_pb2, worker_pb2
 from shared.pb import generation_pb2 as pb
 from shared.wire import description_from_pb, pack
 from tests.fuzz.edges import edge
@@ -30,6 +30,11 @@ def submit(**sampling: float) -> list[bytes]:
     return [core_pb2.FrontendMessage(submit=message).SerializeToString()]
 
 
+def led_before(term: int) -> list[bytes]:
+    """A frontend's message."""
+    return [core_pb2.FrontendMessage(led_before=core_pb2.LedBefore(term=term)).SerializeToString()]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -42,6 +47,9 @@ def submit(**sampling: float) -> list[bytes]:
         ("frontend messages at the core", submit(temperature=float("nan"))),
         ("frontend messages at the core", submit(top_p=0.0)),
         ("frontend messages at the core", submit(logprobs=1 << 20)),
+        # Ended the core of whoever heard it: the next term has no room in a message.
+        ("peers at a scheduler", [peer_pb2.PeerState(scheduler=9, term=(1 << 64) - 1).SerializeToString()]),
+        ("frontend messages at the core", led_before((1 << 64) - 1)),
         # Ended what takes the metrics of that process, with a word of a bug.
         ("metrics", b"null"),
         ("metrics", json.dumps([("a", "counter", "", [(("a", []), "x")])]).encode()),
