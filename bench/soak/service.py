@@ -63,24 +63,26 @@ class Pod:
 
 
 class Service:
-    """Schedulers, and workers behind links."""
+    """Schedulers, one of which serves, and workers behind links."""
 
-    def __init__(self, folder: Path, workers: int, step_timeout: float) -> None:
+    def __init__(self, folder: Path, schedulers: int, workers: int, step_timeout: float) -> None:
         """All files go below `folder`. Two ranks for the first worker, one for the others."""
         self.scratch = folder / "tmp"
         self.scratch.mkdir(parents=True)
         self.links = [Link(HOST, find_free(HOST), find_free(HOST)) for _ in range(workers)]
-        port = find_free(HOST)
-        self.endpoints = [address(HOST, port)]
-        reached = ",".join(address(HOST, link.port) for link in self.links)
+        ports = [find_free(HOST) for _ in range(schedulers)]
+        self.endpoints = [address(HOST, port) for port in ports]
         timeout = ["--step-timeout", str(step_timeout)]
-        options = ["--workers", reached, "--frontends", "2", "--port", str(port), *timeout]
-        pods = [self._pod(folder, "scheduler", *options)]
+        reached = ["--workers", ",".join(address(HOST, link.port) for link in self.links)]
+        peers = ["--peers", ",".join(self.endpoints), "--drain", "handoff"] if schedulers > 1 else []
+        self.pods = [
+            self._pod(folder, "scheduler", *reached, *peers, *timeout, "--frontends", "2", "--port", str(port))
+            for port in ports
+        ]
         for number, link in enumerate(self.links):
             ranks = ["--tensor-parallel", "1" if number else "2"]
             memory = ["--dtype", "float64", "--block-size", "16", "--num-kv-blocks", "96", "--max-num-seqs", "16"]
-            pods.append(self._pod(folder, "worker", "--port", str(link.target), *ranks, *memory, *timeout))
-        self.pods = pods
+            self.pods.append(self._pod(folder, "worker", *ranks, *memory, *timeout, "--port", str(link.target)))
         self._environment = {**os.environ, "TMPDIR": str(self.scratch), "TANDEM_LOG_LEVEL": "WARNING"}
         self._watching: asyncio.Task[None] | None = None
 
@@ -96,7 +98,11 @@ class Service:
             pod.start(self._environment)
         self._watching = asyncio.create_task(self._watch())
         for endpoint in self.endpoints:
-            await until_serving(endpoint, "tandem.Active")
+            await until_serving(endpoint, "readiness")
+        serving = [asyncio.create_task(until_serving(endpoint, "tandem.Active")) for endpoint in self.endpoints]
+        await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+        for task in serving:
+            task.cancel()
 
     async def _watch(self) -> None:
         while True:
