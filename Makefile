@@ -10,7 +10,7 @@ INSTALL := install --quiet --no-compile
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types stubs protos core unit service audit clean
+.PHONY: demo test lint types stubs protos core unit service fuzz soak audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
@@ -63,6 +63,15 @@ unit: $(VENV)/.develops
 # Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services.
 service: $(VENV)/.develops
 	$(BIN)/python -m pytest -n auto --dist loadfile tests/service
+
+# Every edge of a process for SECONDS: make fuzz SECONDS=600
+SECONDS ?= 60
+fuzz: $(VENV)/.develops
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+# Three minutes of mixed work and faults of every kind; longer: python -m bench.soak --seconds 1800
+soak: $(VENV)/.develops
+	$(BIN)/python -m bench.soak --seconds 180
 
 # Known vulnerabilities of what is installed. Asks PyPI, so it is no part of `make test`; fails where it can't ask.
 audit: $(VENV)/.develops

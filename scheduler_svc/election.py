@@ -9,7 +9,7 @@ other hands gives up, since somebody whom it can't hear lives.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 TICK_S = 0.1
@@ -20,6 +20,9 @@ SETTLE_S = 1.0
 """After the first worker: how long to wait for the others, to know what fits anywhere, and that nobody holds them."""
 CONTEST_S = 5.0
 """How long workers may be in other hands before who wants them gives up; a lease that nobody keeps is over by then."""
+
+MOST_TERM = 1 << 62
+"""A peer that tells of more tells nonsense: claims are counted one by one, and the next must fit into a message."""
 
 
 class Role(Enum):
@@ -129,7 +132,7 @@ class Election:
     def heard(self, address: str, claim: Claim, now: float) -> None:
         """A peer, or this scheduler itself, has spoken."""
         if address in self._peers:
-            self._peers[address] = _Peer(now, claim)
+            self._peers[address] = _Peer(now, replace(claim, term=min(claim.term, MOST_TERM)))
             self._decide(now)
 
     def unreachable(self, address: str, now: float) -> None:
@@ -142,7 +145,7 @@ class Election:
     def led_before(self, term: int, now: float) -> None:
         """This scheduler led when its last core process died: it goes on, if nobody has taken its place."""
         if self.role is Role.LISTENING:
-            self.role, self._term = Role.CLAIMING, term
+            self.role, self._term = Role.CLAIMING, min(term, MOST_TERM)
             self._decide(now)
 
     def workers(self, now: float, *, connected: bool, complete: bool, held: bool) -> None:
@@ -172,7 +175,8 @@ class Election:
             self._defend(now)
         elif self._may_claim(now):
             self.role = Role.CLAIMING
-            self._term = 1 + max([self._term, *(peer.claim.term for _, peer in self._others() if peer.claim)])
+            heard = [peer.claim.term for _, peer in self._others() if peer.claim]
+            self._term = min(1 + max([self._term, *heard]), MOST_TERM)
         elif self.role is Role.LISTENING and not self._expects(now):
             self.role = Role.STANDBY
 

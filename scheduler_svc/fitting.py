@@ -4,15 +4,38 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import CoreConfig
 from shared.types import WorkerDescription
 
+MOST = {
+    "block_size": 1 << 16,
+    "num_blocks": 1 << 22,
+    "max_model_length": 1 << 24,
+    "vocabulary_size": 1 << 24,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+}
+"""What the core makes tables of: far above any worker, and what is above would cost it its memory."""
+MOST_TOKENS = 1 << 32
+"""Of max_num_seqs sequences of max_model_length."""
+
 
 def foreign(worker: WorkerDescription, config: SchedulerConfig, fingerprint: str) -> str:
     """Why the worker can't serve this scheduler's model; empty if it can."""
     if worker.fingerprint == fingerprint:
-        return ""
+        return _absurd(worker)
     return (
         f"serves {worker.model_name} (fingerprint {worker.fingerprint}), not the model in {config.model} "
         f"(fingerprint {fingerprint}): start both with the same model"
     )
+
+
+def _absurd(worker: WorkerDescription) -> str:
+    for name, most in MOST.items():
+        if not 1 <= getattr(worker, name) <= most:
+            return f"has {name} {getattr(worker, name)}: must be within [1, {most}]"
+    if worker.max_num_seqs * worker.max_model_length > MOST_TOKENS:
+        return f"has max_num_seqs {worker.max_num_seqs} of {worker.max_model_length} tokens: at most {MOST_TOKENS} fit"
+    if not all(0 <= token < worker.vocabulary_size for token in worker.eos_token_ids):
+        return f"has eos_token_ids {worker.eos_token_ids}: must be within [0, {worker.vocabulary_size})"
+    return ""
 
 
 def smaller(worker: WorkerDescription, core: CoreConfig) -> str:

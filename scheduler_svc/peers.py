@@ -77,11 +77,12 @@ class Peers:
                 state = await call.read()
             if not isinstance(state, peer_pb2.PeerState):
                 return
-            self._election.heard(address, _claim(state), time.monotonic())
+            self._election.heard(address, claim_from_pb(state), time.monotonic())
             self._heard()
 
 
-def _claim(state: peer_pb2.PeerState) -> Claim:
+def claim_from_pb(state: peer_pb2.PeerState) -> Claim:
+    """What a peer tells."""
     return Claim(
         state.scheduler,
         leading=state.leading,

@@ -19,6 +19,8 @@ INTERVAL_S = 0.5
 """Between two snapshots: what a killed process counted since its last one is lost."""
 CLOSING_S = 0.5
 
+_KINDS = frozenset({"counter", "gauge", "histogram"})
+
 _log = structlog.get_logger(__name__)
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
@@ -83,12 +85,20 @@ def encode(snapshot: Snapshot) -> bytes:
 
 def decode(payload: bytes) -> Snapshot:
     """The inverse of `encode`. Raises ValueError for anything else."""
-    snapshot: Snapshot = {}
-    for name, kind, text, samples in json.loads(payload):
-        family = snapshot[name] = Family(kind, text)
-        for (sample, labels), value in samples:
-            family.samples[sample, tuple(map(tuple, labels))] = value
-    return snapshot
+    try:
+        return {str(name): _family(str(kind), text, samples) for name, kind, text, samples in json.loads(payload)}
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"no snapshot: {error}") from None
+
+
+def _family(kind: str, text: str, samples: Iterable[tuple[tuple[str, Iterable[tuple[str, str]]], float]]) -> Family:
+    if kind not in _KINDS:
+        raise ValueError(f"no kind of metric: {kind}")
+    return Family(kind, str(text), {(str(name), _labels(labels)): float(value) for (name, labels), value in samples})
+
+
+def _labels(labels: Iterable[tuple[str, str]]) -> Labels:
+    return tuple((str(name), str(value)) for name, value in labels)
 
 
 async def push(path: Path | None, read: Callable[[], Iterable[Metric]]) -> None:

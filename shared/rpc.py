@@ -73,6 +73,9 @@ RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata that tells a client when to try again; only QueueFull has it."""
 DETAILS = "grpc-status-details-bin"
 """The same for clients in other languages: a google.rpc.Status with a RetryInfo."""
+ABORTED = "tandem-aborted"
+"""Trailing metadata of a call whose request was aborted by its id. One that is CANCELLED without it, and not by its
+caller, was ended by a server that had no more time for it, or by something in between."""
 ACTIVE_ENDPOINT = "tandem-active-endpoint"
 """Trailing metadata of a standby: host:port of the active scheduler, empty where it is not known."""
 REQUEST_ID = "tandem-request-id-bin"
@@ -110,6 +113,8 @@ async def _abort(context: Any, error: Exception) -> None:
     trailers: tuple[tuple[str, str | bytes], ...] = ()
     if isinstance(error, errors.QueueFull):
         trailers = _retry_trailers(error)
+    elif isinstance(error, errors.Aborted):
+        trailers = ((ABORTED, "by-id"),)
     elif isinstance(error, errors.Standby):
         trailers = ((ACTIVE_ENDPOINT, error.active),)
     await context.abort(code, str(error), trailers)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from shared.dialer import Dialer
-from shared.errors import Standby, TandemError, Unavailable
+from shared.errors import Aborted, Standby, TandemError, Unavailable
 from shared.pb import generation_pb2_grpc as rpc
 from shared.resolve import is_name, named
-from shared.rpc import ACTIVE_ENDPOINT, RETRY_AFTER, error_from_status
+from shared.rpc import ABORTED, ACTIVE_ENDPOINT, RETRY_AFTER, error_from_status
 from shared.security import ClientSecurity
 from shared.tls import explained
 from tandem.activity import Activity, Follow
@@ -151,12 +151,20 @@ def for_names(security: ClientSecurity, endpoints: str | Sequence[str]) -> Clien
 
 
 def error_of(error: Any) -> TandemError:
-    """The server's error; also what gRPC itself reports, as the kind that has its status code."""
+    """The server's error; also what gRPC itself reports, as the kind that has its status code.
+
+    A call that neither its caller nor an Abort has ended is Unavailable: its server stops.
+    """
     trailers = dict(error.trailing_metadata() or ())
     details = explained(error.details() or "")
     if ACTIVE_ENDPOINT in trailers:
         return Standby(details, trailers[ACTIVE_ENDPOINT])
-    return error_from_status(error.code().value[0], details, int(trailers.get(RETRY_AFTER, 0)))
+    retry_after = str(trailers.get(RETRY_AFTER, ""))  # gRPC itself reads it: negative or none of a number means never
+    retry_after_ms = int(retry_after) if retry_after.isdecimal() and len(retry_after) < 10 else 0
+    found = error_from_status(error.code().value[0], details, retry_after_ms)
+    if isinstance(found, Aborted) and ABORTED not in trailers:
+        return Unavailable(f"the server ended the call ({details}): it may be shutting down")
+    return found
 
 
 class Asking:

@@ -5,7 +5,15 @@ Pure: no I/O, no clock and no randomness of its own. The streams do what it says
 
 from dataclasses import dataclass, field, replace
 
-from shared.errors import DeadlineExceeded, DuplicateRequest, QueueFull, Standby, TandemError, Unavailable
+from shared.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    QueueFull,
+    RequestFailed,
+    Standby,
+    TandemError,
+    Unavailable,
+)
 from shared.pb import generation_pb2 as pb
 from tandem.values import Delta, Usage, delta_from_pb
 
@@ -68,12 +76,23 @@ class Progress:
         return request
 
     def take(self, response: pb.GenerateResponse) -> Delta:
-        """What is new in a response, as if it came from the server that was asked first."""
-        delta, sample = delta_from_pb(response), self._samples[response.index]
+        """What is new in a response, as if it came from the server that was asked first. Raises RequestFailed where no
+        server of Tandem sends it."""
+        delta, sample = delta_from_pb(response), self._samples.get(response.index)
+        if sample is None or sample.finished or (delta.finish is not None and delta.usage is None):
+            raise RequestFailed(
+                f"a message of sample {response.index} that can't come now: not from this kind of server"
+            )
         sample.token_ids += delta.token_ids
         sample.finished = delta.finish is not None
         sample.started = sample.started or delta.usage
         return replace(self._of_prompt(delta), usage=sample.usage(delta))
+
+    def check_finished(self) -> None:
+        """At the end of the calls. Raises RequestFailed where a sample has no last delta."""
+        unfinished = [index for index, sample in self._samples.items() if not sample.finished]
+        if unfinished:
+            raise RequestFailed(f"the stream ended before sample {unfinished[0]} did: not from this kind of server")
 
     def _of_prompt(self, delta: Delta) -> Delta:
         """Without what has been told of the prompt before: a server tells it as long as it has sent no token."""

@@ -94,6 +94,7 @@ class GenerationStream(_Stream[grpc.Channel]):
                     for call in self._calls:
                         for response in call:
                             yield self._take(response)
+                    self._progress.check_finished()
                     return
                 except grpc.RpcError as error:
                     self._cancel()
@@ -126,6 +127,7 @@ class AsyncGenerationStream(_Stream[grpc.aio.Channel]):
                     for call in self._calls:
                         async for response in call:
                             yield self._take(response)
+                    self._progress.check_finished()
                     return
                 except grpc.RpcError as error:
                     self._cancel()

@@ -1,12 +1,8 @@
 """How long a sequence may become, and which pools can hold it. Knows nothing of what is running."""
 
-import numpy as np
-
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.request import Request
 from shared.errors import InvalidRequest
-from shared.logit_rules import NO_RULES, LogitRules
-from shared.types import IntArray
 
 
 class Limits:
@@ -67,38 +63,3 @@ class Limits:
                 f"at most {self._capacity(most) - prompt} fit",
             )
         return limit
-
-    def check(self, request: Request) -> None:
-        """Raises InvalidRequest, naming field and bound, where a value is out of range whatever the pools."""
-        if not len(request.prompt):
-            raise InvalidRequest("prompt", "must have at least one token")
-        self._check_ids("prompt", request.prompt)
-        self._check_ids("output", request.output)
-        for token in request.stop_token_ids:
-            if not 0 <= token < self._config.vocabulary_size:
-                raise self._out_of_range("stop_token_ids", token)
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise InvalidRequest("max_tokens", f"must be at least 1, not {request.max_tokens}")
-        if request.min_tokens < 0:
-            raise InvalidRequest("min_tokens", f"must be at least 0, not {request.min_tokens}")
-        if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-            raise InvalidRequest("min_tokens", f"is {request.min_tokens}, above max_tokens of {request.max_tokens}")
-        if request.rules is not NO_RULES:
-            self._check_rules(request.rules)
-
-    def _check_rules(self, rules: LogitRules) -> None:
-        named = {"bias": [token for token, _ in rules.bias], "bad_words": [i for word in rules.bad_words for i in word]}
-        for field, tokens in named.items():
-            self._check_ids(f"rules.{field}", np.array(tokens, dtype=np.int32))
-        if rules.num_bytes > self._config.max_rules_bytes:
-            bound = f"take {rules.num_bytes} bytes; at most {self._config.max_rules_bytes} fit into a plan"
-            raise InvalidRequest("rules", bound)
-
-    def _check_ids(self, field: str, ids: IntArray) -> None:
-        if len(ids):
-            least, most = int(ids.min()), int(ids.max())
-            if least < 0 or most >= self._config.vocabulary_size:
-                raise self._out_of_range(field, least if least < 0 else most)
-
-    def _out_of_range(self, field: str, token: int) -> InvalidRequest:
-        return InvalidRequest(field, f"token id {token} is not within [0, {self._config.vocabulary_size})")

@@ -15,6 +15,7 @@ from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.quarantine import MOST_LOSSES, count_loss
 from scheduler_svc.core.request import Request, Sequence
+from scheduler_svc.core.request_checks import check_request
 from scheduler_svc.core.results import apply_result
 from shared.errors import DuplicateRequest, InvalidRequest, ProtocolError, QueueFull, RequestFailed, TandemError
 from shared.types import FinishReason, StepPlan, StepResult
@@ -103,7 +104,7 @@ class Scheduler:
         One whose given output already ends it (by its last token, or by its length) ends at once: the next
         StepOutputs say so.
         """
-        self._limits.check(request)
+        check_request(request, self.config)
         limit = self._limits.length_limit(request)
         assert request.key not in self._life.by_key, f"key {request.key} is used twice"
         if request.sample_index in self._life.by_id.get(request.request_id, ()):

@@ -8,21 +8,22 @@ import asyncio
 import time
 from collections.abc import Iterable
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import structlog
+from google.protobuf.message import DecodeError
 
 from scheduler_svc.frontend.generation import Sample
 from scheduler_svc.frontend.timeline import CORE_LOST, DRAINED, PREEMPTED, TAINTED, WORKER_LOST
-from shared.errors import Standby, TandemError, Unavailable
+from scheduler_svc.frontend.token_batch import read_tokens
+from shared.errors import ProtocolError, Standby, TandemError, Unavailable
 from shared.framing import FramingError, read_message, write_message
 from shared.histogram import SHORT_S, Histogram
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
-from shared.wire import pack, unpack
+from shared.wire import pack
 
 RECONNECT_INTERVAL = 0.05
 """Seconds between attempts to reach a core that is away: one connect to a Unix socket costs microseconds."""
@@ -31,7 +32,6 @@ WRITERS_SHARE = 1.0
 would starve them, since reading what has arrived already never yields; with it, tokens gather and messages grow."""
 _READ_BUFFER_BYTES = 1 << 20
 _MAX_HANDLE = (1 << 32) - 1
-_LITTLE_UINT32 = np.dtype("<u4")
 
 _CAUSES = {
     core_pb2.REQUEUE_CAUSE_PREEMPTED: PREEMPTED,
@@ -93,13 +93,14 @@ class CoreLink:
             try:
                 await self._serve(reader, writer)
                 reason = "it closed the connection"
-            except OSError as error:
+            except (OSError, DecodeError, ProtocolError) as error:
                 reason = str(error)
             finally:
                 writer.close()
                 self._disconnected()
             _log.info("core disconnected", reason=reason)  # its parent knows why, and warns
             giving_up = self._give_up_later()
+            await asyncio.sleep(RECONNECT_INTERVAL)  # also from one that does the same again
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -302,6 +303,7 @@ class CoreLink:
 
     def _deliver(self, batch: core_pb2.TokenBatch) -> None:
         """A handle without a sample was cancelled while its tokens were on their way."""
+        tokens = read_tokens(batch, self._model.vocabulary_size)
         at, now = batch.time_us / 1e6, time.monotonic()
         for started in batch.started:
             if (sample := self._live.get(started.handle)) is not None:
@@ -309,13 +311,11 @@ class CoreLink:
                 sample.timeline.started(at)
         for requeued in batch.requeued:
             if (sample := self._live.get(requeued.handle)) is not None:
-                sample.timeline.requeued(_CAUSES[requeued.cause], at)
+                sample.timeline.requeued(_CAUSES.get(requeued.cause, WORKER_LOST), at)
         for prompt in batch.prompt_logprobs:
             if (sample := self._live.get(prompt.handle)) is not None:
                 sample.push_prompt(prompt.entries)
-        handles = np.frombuffer(batch.handles, _LITTLE_UINT32).tolist()
-        tokens = np.frombuffer(batch.token_ids, "<i4").tolist()
-        for handle, token_id, logprobs in zip(handles, tokens, _entries(batch, len(tokens)), strict=True):
+        for handle, token_id, logprobs in tokens:
             sample = self._live.get(handle)
             if sample is None:
                 continue
@@ -328,11 +328,3 @@ class CoreLink:
             if sample is not None:
                 del self._handles[sample]
                 sample.ended(ended)
-
-
-def _entries(batch: core_pb2.TokenBatch, num_tokens: int) -> list[bytes]:
-    """Of each token its logprobs, no bytes where they were not asked for."""
-    if not batch.logprob_sizes:
-        return [b""] * num_tokens
-    ends = [0, *accumulate(unpack(batch.logprob_sizes).tolist())]
-    return [batch.logprobs[start:end] for start, end in pairwise(ends)]

@@ -15,7 +15,7 @@ from scheduler_svc.frontend.logprobs import SampleLogprobs
 from scheduler_svc.frontend.stop_strings import StopStrings
 from scheduler_svc.frontend.timeline import Timeline
 from scheduler_svc.frontend.vocabulary import Vocabulary
-from shared.errors import LimitExceeded, TandemError
+from shared.errors import LimitExceeded, ProtocolError, RequestFailed, TandemError
 from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
 from shared.rpc import error_from_status
@@ -64,17 +64,25 @@ class Sample:
 
     def push_prompt(self, entries: bytes) -> None:
         """The core has logprobs of the prompt's next tokens."""
-        self.logprobs.push_prompt(entries)
-        self._call.has_news(self)
+        try:
+            self.logprobs.push_prompt(entries)
+        except ProtocolError as error:
+            self.failed(RequestFailed(str(error)))
+        else:
+            self._call.has_news(self)
 
     def push(self, token_id: int, logprobs: bytes = b"") -> bool:
-        """The core sampled a token. Whether the sample wants more: not after its stop string."""
+        """The core sampled a token. Whether the sample wants more: not after its stop string, nor of what is none."""
+        try:
+            self.logprobs.push(token_id, logprobs)
+        except ProtocolError as error:
+            self.failed(RequestFailed(str(error)))  # it alone: a core that took its place would do the same
+            return False
         size = _TOKEN_BYTES + len(logprobs)
         if not self._call.has_room(size):
             return False
         self._unread_bytes += size
         self.output.append(token_id)
-        self.logprobs.push(token_id, logprobs)
         if token_id in self._stop_token_ids and len(self.output) > self.submission.min_tokens:
             self._detokenizer.push_stop(token_id)
             return True

@@ -6,6 +6,7 @@ Owns that each token's are given out once, with the token, and those of the prom
 from collections import deque
 
 from scheduler_svc.frontend.vocabulary import Vocabulary
+from shared.errors import ProtocolError
 from shared.logprobs import entry_bytes, read_entry
 from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
@@ -23,7 +24,8 @@ class SampleLogprobs:
         self._vocabulary = vocabulary
         self._output: deque[tuple[int, bytes]] = deque()
         self._prompt: deque[tuple[int, bytes]] = deque()
-        self._entry_bytes = entry_bytes(sampling.prompt_logprobs)
+        self._entry_bytes = entry_bytes(sampling.logprobs if sampling.HasField("logprobs") else None)
+        self._prompt_entry_bytes = entry_bytes(sampling.prompt_logprobs)
         self._prompt_ids: list[int] = []
         """Of a prompt whose logprobs were asked for."""
         self.num_received = 0
@@ -38,14 +40,20 @@ class SampleLogprobs:
         return bool(self._prompt)
 
     def push(self, token_id: int, entry: bytes) -> None:
-        """A sampled token; no bytes where its logprobs were not asked for."""
-        if entry:
-            self._output.append((token_id, entry))
+        """A sampled token; no bytes where its logprobs were not asked for. Raises ProtocolError for others."""
+        if not entry:
+            return
+        if len(entry) != self._entry_bytes:
+            raise ProtocolError(f"{len(entry)} bytes of logprobs with a token that has {self._entry_bytes}")
+        self._output.append((token_id, entry))
 
     def push_prompt(self, entries: bytes) -> None:
-        """Of the next tokens of the prompt."""
-        for start in range(0, len(entries), self._entry_bytes):
-            self._add_prompt(entries[start : start + self._entry_bytes])
+        """Of the next tokens of the prompt. Raises ProtocolError where there are not so many."""
+        size = self._prompt_entry_bytes
+        if not size or len(entries) % size or len(entries) // size > len(self._prompt_ids) - self.num_received:
+            raise ProtocolError(f"{len(entries)} bytes of logprobs of a prompt that has no such tokens left")
+        for start in range(0, len(entries), size):
+            self._add_prompt(entries[start : start + size])
 
     def _add_prompt(self, entry: bytes) -> None:
         self._prompt.append((self._prompt_ids[self.num_received], entry))

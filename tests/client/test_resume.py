@@ -1,22 +1,26 @@
 """A stream that loses its server goes on: through a real frontend before a core that ends calls on cue."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import tandem
-from shared.pb import core_pb2
+from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
 from tandem import Client, Delta
 from tandem.resume import Progress
 from tests.client.conftest import Server
 from tests.frontend.fake_core import Answer, failed, ids, length, pack_ints, stopped
+from tests.patience import PATIENCE_S
 
 LOST = failed(14, "this server shuts down; resume on another")
 
@@ -235,3 +239,30 @@ def test_what_is_told_of_the_prompt_is_told_once() -> None:
     told.append(progress.take(pb.GenerateResponse(index=1, echo={"text": "The"})))  # type: ignore[arg-type]
     assert [token.token_id for delta in told for token in delta.prompt_logprobs] == [0, 1, 2, 3]
     assert [delta.echo.text for delta in told if delta.echo is not None] == ["The"]
+
+
+class Hanging(generation_pb2_grpc.GenerationServiceServicer):
+    """Takes a call and never answers."""
+
+    def __init__(self) -> None:
+        self.taken, self.over = threading.Event(), threading.Event()
+
+    def Generate(self, request, context):
+        self.taken.set()
+        self.over.wait(PATIENCE_S)
+        return iter(())
+
+
+def test_a_call_that_a_stopping_server_cancels_is_unavailable_and_not_aborted() -> None:
+    """Nobody has aborted it: gRPC ends so what its server had no more time for."""
+    hanging, server = Hanging(), grpc.server(ThreadPoolExecutor(1))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(hanging, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with Client(f"127.0.0.1:{port}") as client:
+        stream = client.generate("The")
+        assert hanging.taken.wait(PATIENCE_S)
+        server.stop(0)
+        with pytest.raises(tandem.Unavailable):
+            list(stream)
+        hanging.over.set()

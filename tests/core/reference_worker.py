@@ -47,7 +47,7 @@ def next_token(tokens: Tokens, num_output: int, sampling: RowSampling, mask: byt
 def logprobs_entry(tokens: Tokens, num_top: int | None) -> bytes:
     """What is told of the last of the tokens."""
     size = entry_bytes(num_top)
-    return hashlib.blake2b(repr(tokens).encode(), digest_size=size).digest() if size else b""
+    return hashlib.shake_128(repr(tokens).encode()).digest(size)
 
 
 @dataclass

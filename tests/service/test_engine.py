@@ -32,7 +32,9 @@ class Peer:
 
     def submit(self, handle: int, prompt: bytes, **fields: Any) -> None:
         """As if the frontend knew the model from an earlier core."""
-        submit = core_pb2.Submit(handle=handle, request_id=f"request-{handle}", prompt=prompt, **fields)
+        sampling = core_pb2.SequenceSampling(top_p=1.0)
+        name = f"request-{handle}"
+        submit = core_pb2.Submit(handle=handle, request_id=name, prompt=prompt, sampling=sampling, **fields)
         write_message(self._writer, core_pb2.FrontendMessage(submit=submit).SerializeToString())
 
     def mask(self, handle: int, position: int) -> None:

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from shared.errors import InvalidRequest
 from shared.logit_rules import NO_RULES, LogitRules
+from shared.logprobs import MOST_LOGPROBS
 from shared.types import NO_PAIRS, Admission, IntArray, RowSampling, TokenMask
 from worker_svc.step_inputs import Bools, SamplingInputs
 
@@ -114,8 +115,9 @@ def _check_logprobs(field: str, admission: Admission, vocabulary_size: int) -> N
     sampling = admission.sampling
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(sampling, name)
-        if value is not None and not 0 <= value <= vocabulary_size:
-            raise InvalidRequest(f"{field}.{name}", f"{value} is not within [0, {vocabulary_size}]")
+        most = min(MOST_LOGPROBS, vocabulary_size)
+        if value is not None and not 0 <= value <= most:
+            raise InvalidRequest(f"{field}.{name}", f"{value} is not within [0, {most}]")
     begin, cached = admission.prompt_logprobs_from, admission.cached_length
     if sampling.prompt_logprobs is not None and cached >= begin < admission.prompt_length:
         raise InvalidRequest(f"{field}.prompt_logprobs_from", f"{begin} is not above the cached length, {cached}")

@@ -1,0 +1,31 @@
+"""A short soak: mixed work, and most kinds of faults. `make soak` is longer, and so is `python -m bench.soak` alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.soak.faults import FAULTS, schedule
+from bench.soak.work import kinds
+
+SECONDS = 45.0
+
+
+def test_every_request_ends_once_as_in_the_undisturbed_run(tmp_path: Path) -> None:
+    """And nothing is left: see bench.soak for what it counts as a problem."""
+    command = [sys.executable, "-m", "bench.soak", "--seconds", str(SECONDS), "--json", str(tmp_path / "report")]
+    ended = subprocess.run([*command, "--clients", "8"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["problems"] == []
+    assert report["tally"]["ends"].keys() <= {"complete", "aborted", "left", "late"}
+    assert report["tally"]["kinds"].keys() == {kind.name for kind in kinds()}
+    struck = {fault["name"] for fault in report["faults"]}
+    assert len(struck) > len(FAULTS) / 2
+
+
+def test_a_schedule_follows_from_its_seed_and_has_every_fault_before_any_comes_again() -> None:
+    faults = list(schedule(1, 1000.0, 3.0))
+    assert faults == list(schedule(1, 1000.0, 3.0)) != list(schedule(2, 1000.0, 3.0))
+    assert {fault.name for fault in faults[: len(FAULTS)]} == FAULTS.keys()
+    assert all(fault.name.startswith("link") for fault in faults if fault.at_s >= 800.0)
