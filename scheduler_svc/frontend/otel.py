@@ -20,7 +20,7 @@ from scheduler_svc.frontend.timeline import Span
 from scheduler_svc.frontend.tracing import Attributes, Metadata, trace_context
 from shared import __version__
 
-CLOSING_S = 0.5
+CLOSING_S = 2.0
 """For what is not sent yet when the process ends: a collector that is away must not hold it up."""
 
 

@@ -12,13 +12,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.frontend import tracing
+from scheduler_svc.frontend import otel, tracing
 from scheduler_svc.frontend.otel import OtelTracing
 from shared.errors import StartupError
 from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
 from tests.frontend.fake_core import failed, length, until
 from tests.frontend.harness import Served, collect, run, serving
+from tests.patience import PATIENCE_S
 from tests.service.collector import collecting
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -189,7 +190,9 @@ def test_a_failed_request_without_a_caller_has_a_trace_of_its_own(model: Path) -
     run(scenario())
 
 
-def test_traces_reach_a_collector_when_the_frontend_stops(model: Path) -> None:
+def test_traces_reach_a_collector_when_the_frontend_stops(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "CLOSING_S", PATIENCE_S)  # the collector is there, if slow
+
     async def scenario(endpoint: str) -> None:
         async with serving(model, otlp_endpoint=endpoint) as served:
             await disturbed(served)
