@@ -13,7 +13,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
 from scheduler_svc.early import EarlyRequests
 from scheduler_svc.election import Role
-from scheduler_svc.fitting import core_config, foreign, smaller
+from scheduler_svc.fitting import core_config, foreign, misfit
 from scheduler_svc.frontend_links import FrontendLinks, peer_of
 from scheduler_svc.leadership import Leadership
 from scheduler_svc.monitor import Monitor
@@ -123,7 +123,13 @@ class Engine:
         for link in self.workers.links.values():
             group = load.groups.get(link.group, GroupLoad())
             values = {name: getattr(group, name) for name in GroupLoad.__dataclass_fields__}
-            state.groups.add(endpoint=link.endpoint, connected=link.is_connected, problem=link.problem, **values)
+            state.groups.add(
+                endpoint=link.endpoint,
+                connected=link.is_connected,
+                refused=link.is_refused,
+                problem=link.problem,
+                **values,
+            )
         if self._core is None or self._served is None:
             return state
         fitting = sum(not link.is_refused for link in self.workers.links.values())
@@ -250,11 +256,11 @@ class Engine:
         if problem := foreign(description, self._config, self._fingerprint):
             alone = len(self._config.workers) == 1 and not is_name(self._config.workers[0])
             raise StartupError(f"worker {endpoint} {problem}") if alone and self._core is None else Misfit(problem)
-        if self._core is None:
+        if self._core is None or self._served is None:
             self._core = Scheduler(core_config(self._config, description, self._hash_seed))
             self._served = description
             self._cache.attach(self._core.cache_watch)
-        elif problem := smaller(description, self._core.config):
+        elif problem := misfit(description, self._core.config, self._served):
             if not self._core.load().groups:
                 self.broke(Outgrown(f"worker {endpoint} {problem}, which is gone"))
             raise Misfit(problem)

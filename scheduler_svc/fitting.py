@@ -16,6 +16,14 @@ MOST = {
 MOST_TOKENS = 1 << 32
 """Of max_num_seqs sequences of max_model_length."""
 
+EQUAL = {"block_size": "--block-size", "vocabulary_size": "a model of vocabulary_size", "dtype": "--dtype"}
+LEAST = {
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "max_model_length": "--max-model-len",
+}
+"""What workers must agree in, and how much of it each must take, with the flag to change it by."""
+
 
 def foreign(worker: WorkerDescription, config: SchedulerConfig, fingerprint: str) -> str:
     """Why the worker can't serve this scheduler's model; empty if it can."""
@@ -38,14 +46,20 @@ def _absurd(worker: WorkerDescription) -> str:
     return ""
 
 
-def smaller(worker: WorkerDescription, core: CoreConfig) -> str:
-    """Why the worker can't take the plans of a core that another worker was the measure of; empty if it can."""
-    for name in ("block_size", "vocabulary_size"):
-        if getattr(worker, name) != getattr(core, name):
-            return f"has {name} {getattr(worker, name)}, the first one had {getattr(core, name)}"
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_length"):
-        if getattr(worker, name) < getattr(core, name):
-            return f"has {name} {getattr(worker, name)}, the first one had {getattr(core, name)}"
+def misfit(worker: WorkerDescription, core: CoreConfig, first: WorkerDescription) -> str:
+    """Why the worker can't take the plans of a core that the first one was the measure of; empty if it can.
+
+    Another dtype would take them, but a request that moves there would go on with another text.
+    """
+    for name, flag in EQUAL.items():
+        if (own := getattr(worker, name)) != (needed := getattr(first, name)):
+            return f"has {name} {own}, the workers that serve have {needed}: start it with {flag} {needed}"
+    for name, flag in LEAST.items():
+        if (own := getattr(worker, name)) < (least := getattr(core, name)):
+            remedy = f"start it with {flag} {least} or more"
+            if name != "max_model_length":
+                remedy += f", or the scheduler with {flag} {own}"
+            return f"has {name} {own}, the scheduler plans for {least}: {remedy}"
     return ""
 
 

@@ -30,7 +30,6 @@ class Watch:
         """Raises Unavailable where nothing answers."""
         self._client = client
         self._endpoint = endpoint
-        self._model = client.model_info()
         self._rates: deque[float] = deque(maxlen=SPARKS)
         self._before = self._poll()
 
@@ -49,7 +48,7 @@ class Watch:
         self._rates.append(generated)
         return Frame(
             endpoint=self._endpoint,
-            model=self._model,
+            model=self._client.model_info(),
             stats=now.stats,
             generation_rate=generated,
             generation_rates=tuple(self._rates),

@@ -32,7 +32,7 @@ class Frame:
 
 def view(frame: Frame, problem: str | None = None) -> RenderableType:
     """The whole frame; `problem` is why there is no newer one."""
-    parts: list[RenderableType] = [_throughput(frame), _workers(frame.stats.load.workers)]
+    parts: list[RenderableType] = [_throughput(frame), *_workers(frame.stats.load.workers)]
     if frame.stats.latest:
         parts += [_latencies(frame.stats.latest), _latest(frame.stats.latest[:SHOWN_REQUESTS])]
     if problem is not None:
@@ -58,21 +58,22 @@ def _sparks(values: Sequence[float]) -> str:
     return "".join(_BLOCKS[round(value / most * (len(_BLOCKS) - 1))] for value in values)
 
 
-def _workers(workers: Sequence[WorkerLoad]) -> Table:
-    table = _table("worker", "", "running", "K/V in use", "")
+def _workers(workers: Sequence[WorkerLoad]) -> list[Table]:
+    """Those that serve, and those that don't: the reason of each gets what is left of its one line."""
+    serving, others = _table("worker", "", "running", "K/V in use", ""), _table("worker", "", "why")
     for worker in workers:
+        if not worker.connected:
+            state = Text("refused" if worker.refused else "away", "bold red")
+            problem = " ".join(worker.problem.split())
+            others.add_row(Text(worker.endpoint), state, Text(problem, no_wrap=True, overflow="ellipsis"))
+            continue
         used = worker.total_blocks - worker.free_blocks
         share = used / worker.total_blocks if worker.total_blocks else 0.0
         bar = ProgressBar(total=1.0, completed=share, width=20)
-        detail = worker.problem or f"{share:.0%} of {worker.total_blocks:,} blocks"
-        table.add_row(Text(worker.endpoint), _state(worker), f"{worker.running}", bar, Text(detail))
-    return table
-
-
-def _state(worker: WorkerLoad) -> Text:
-    if not worker.connected:
-        return Text("away", "bold red")
-    return Text("draining", "yellow") if worker.draining else Text("connected", "green")
+        state = Text("draining", "yellow") if worker.draining else Text("connected", "green")
+        detail = f"{share:.0%} of {worker.total_blocks:,} blocks"
+        serving.add_row(Text(worker.endpoint), state, f"{worker.running}", bar, detail)
+    return [table for table in (serving, others) if table.row_count]
 
 
 def _latencies(requests: Sequence[RequestStats]) -> Table:

@@ -124,6 +124,8 @@ class WorkerLoad:
     """It gets no new requests: it is about to leave."""
     problem: str = ""
     """Why it is not connected."""
+    refused: bool = False
+    """It is there, but does not fit the scheduler or the workers that serve."""
 
 
 @dataclass(frozen=True, slots=True)

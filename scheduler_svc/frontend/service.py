@@ -171,7 +171,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     def _load(self) -> pb.GetLoadResponse:
         state = self._link.serving_state()
-        names = ("endpoint", "connected", "running", "total_blocks", "free_blocks", "draining", "problem")
+        names = ("endpoint", "connected", "running", "total_blocks", "free_blocks", "draining", "problem", "refused")
         return pb.GetLoadResponse(
             queued=state.queued,
             running=state.running,

@@ -587,6 +587,7 @@ class GroupState(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Its address."""
     connected: _builtins.bool
@@ -601,6 +602,8 @@ class GroupState(_message.Message):
     """It gets no new sequences: it is about to leave."""
     problem: _builtins.str
     """Why it is not connected, for people."""
+    refused: _builtins.bool
+    """It is there, but does not fit the scheduler or the workers that serve."""
     def __init__(
         self,
         *,
@@ -611,10 +614,11 @@ class GroupState(_message.Message):
         free_blocks: _builtins.int = ...,
         draining: _builtins.bool = ...,
         problem: _builtins.str = ...,
+        refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "endpoint", b"endpoint", "free_blocks", b"free_blocks", "problem", b"problem", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "draining", b"draining", "endpoint", b"endpoint", "free_blocks", b"free_blocks", "problem", b"problem", "refused", b"refused", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -253,17 +253,27 @@ def test_a_worker_that_never_comes_holds_nobody_up(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_core_that_no_worker_fits_any_more_makes_way_for_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"block_size": 32}, "block_size 32.*--block-size 16"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16.*--dtype float32"),
+        ({"max_num_seqs": 1}, "max_num_seqs 1.*--max-num-seqs 4 or more, or the scheduler with --max-num-seqs 1"),
+    ],
+)
+def test_a_core_that_no_worker_fits_any_more_makes_way_for_another(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
     async def scenario() -> None:
         async with served(tmp_path, groups=2) as (engine, _, running):
             only = Wire(engine, 0, EIGHT_TOKENS)
-            with pytest.raises(Misfit, match="block_size 32"):
-                engine.described(1, described(block_size=32))
+            with pytest.raises(Misfit, match=problem):
+                engine.described(1, described(**changes))
             assert not running.done(), "the first one serves"
             only.lose()
             with pytest.raises(Misfit):
-                engine.described(1, described(block_size=32))
-            with pytest.raises(Outgrown, match="block_size 32"):
+                engine.described(1, described(**changes))
+            with pytest.raises(Outgrown, match=problem):
                 await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(scenario())

@@ -262,6 +262,7 @@ def described(service: Service, **description: Any) -> Iterator[str]:
     [
         ({"fingerprint": "another", "model_name": "bert"}, "serves bert"),
         ({"block_size": 32}, "block_size 32"),
+        ({"dtype": "bfloat16"}, "--dtype float64"),
         ({"vocabulary_size": 7}, "vocabulary_size 7"),
         ({"max_num_seqs": 1}, "max_num_seqs 1"),
     ],
@@ -272,6 +273,7 @@ def test_a_worker_that_does_not_fit_is_refused_and_the_rest_serves(
     model = load_model_config(model_folder("tiny"))
     fitting = {
         "fingerprint": model.fingerprint,
+        "dtype": "float64",
         "block_size": 64,
         "num_blocks": 64,
         "max_model_length": 1 << 20,
@@ -285,5 +287,6 @@ def test_a_worker_that_does_not_fit_is_refused_and_the_rest_serves(
         scrape_until(service.metrics_port, lambda seen: seen.value("tandem_group_refused", worker=address) == 1)
         (request, *_) = requests()
         assert asyncio.run(generate_all(service.endpoint, [request]))[0].finish
-        assert not service.workers()[host].connected
+        seen = service.workers()[host]
+        assert seen.refused and not seen.connected
     service.until_connected(*service.pods.workers)

@@ -40,7 +40,7 @@ def test_a_frame_tells_what_the_service_said() -> None:
     shown = text(frame(latest=(request(1), request(2, outcome="internal", total_ms=1500.0))))
     for words in (
         "tiny (Qwen3ForCausalLM, float32) at host:1", "1,234 tokens/s", "▁▅█", "56 tokens/s", "7.2 requests/s",
-        "2 of 64", "3 queued", "4 preempted, 5 replayed", "[::1]:5", "25% of 80 blocks", "away", "0% of 0 blocks",
+        "2 of 64", "3 queued", "4 preempted, 5 replayed", "[::1]:5", "25% of 80 blocks", "gpu:5", "away",
         "latest 1 finished", "100.0 ms", "20.0 ms", "300.0 ms", "1:05 ago", "internal", "1.50 s", "up 1:02:05",
     ):  # fmt: skip
         assert words in shown, words
@@ -63,6 +63,16 @@ def test_a_worker_that_leaves_or_is_away_is_told_with_its_reason() -> None:
     assert "away" in shown and "[red]" in shown
 
 
+def test_a_worker_that_does_not_serve_takes_one_line() -> None:
+    why = "UNAVAILABLE: failed to connect\nto all addresses; " + "ipv4:10.0.0.1:5: connection refused " * 20
+    away, refused = (WorkerLoad(f"{name}:5", False, 0, 0, 0, problem=why, refused=name == "b") for name in "ab")
+    shown = text(frame(load=replace(LOAD, workers=(LOAD.workers[0], away, refused))))
+    lines = [line for line in shown.splitlines() if "failed to connect to all" in line]
+    assert ["a:5" in line and "away" in line for line in lines] == [True, False]
+    assert ["b:5" in line and "refused" in line for line in lines] == [False, True]
+    assert shown.count("ipv4") == sum(line.count("ipv4") for line in lines), "the rest is cut off"
+
+
 def test_nothing_has_ended_yet() -> None:
     assert "finished" not in text(frame()) and "latest 0 finished" in text(frame(latest=(request(1, outcome="x"),)))
 
@@ -78,9 +88,10 @@ class Scripted:
 
     def __init__(self, *answers: Stats) -> None:
         self._answers = list(answers)
+        self.model = MODEL
 
     def model_info(self) -> ModelInfo:
-        return MODEL
+        return self.model
 
     def stats(self, max_requests: int) -> Stats:
         return self._answers.pop(0)
@@ -94,6 +105,13 @@ def test_rates_are_differences_and_a_new_core_process_begins_at_zero() -> None:
     first, second = watch.frame(), watch.frame()
     assert first.generation_rate > 0 == first.prompt_rate == first.request_rate
     assert (second.prompt_rate, second.generation_rate, second.request_rate) == (5.0, 10.0, 0.5)
+
+
+def test_the_header_follows_a_service_that_starts_again_with_another_dtype() -> None:
+    service = Scripted(STATS, replace(STATS, uptime_s=1.0))
+    watch = Watch(service, "host:1")  # type: ignore[arg-type]
+    service.model = replace(MODEL, dtype="bfloat16")
+    assert "bfloat16" in text(watch.frame())
 
 
 def test_a_service_counts_its_requests_and_their_ends(server: Server) -> None:
