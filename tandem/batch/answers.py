@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from shared.errors import DeadlineExceeded, InvalidRequest, LimitExceeded, TandemError
+from tandem.batch.field_names import in_openais_names
 from tandem.batch.request_lines import CHAT, RequestLine
 from tandem.chat_output import ToolCall, parse_chat_output
 from tandem.token_values import TokenLogprob
@@ -87,6 +88,7 @@ def error_of(request: RequestLine, error: TandemError) -> dict[str, Any]:
     """The line of a request that failed, with the status and body of OpenAI's API."""
     status, kind, field, code = 500, "server_error", None, None
     if isinstance(error, InvalidRequest):
+        error = in_openais_names(error, request.body)
         status, kind, field = 400, "invalid_request_error", error.field
         if field == "model":
             status, code = 404, "model_not_found"

@@ -61,6 +61,8 @@ def work_of(request: RequestLine, model_name: str) -> Work:
             raise InvalidRequest(name, "is not supported by tandem batch")
     if isinstance(options.get("seed"), int):
         options["seed"] %= 1 << 64  # OpenAI's are signed
+    if chat:
+        _check_tools(body.get("tools", []))
     return Work((_messages(body),) if chat else _prompts(body), options)
 
 
@@ -90,7 +92,23 @@ def _language(response_format: Any) -> dict[str, Any]:
             return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
             return {"json_schema": schema}
-    raise InvalidRequest("response_format", "must be of type text, json_object, or json_schema with a schema")
+    problem = f"must be of type text, json_object, or json_schema with a schema; {', '.join(_LANGUAGE)} are fields"
+    raise InvalidRequest("response_format", f"{problem} of the body")
+
+
+def _check_tools(tools: Any) -> None:
+    """A tool without a name can't be called, and of two with one name a call would not tell which."""
+    if not isinstance(tools, list):
+        raise InvalidRequest("tools", "must be a list")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name)}} if name:
+                if name in names:
+                    raise InvalidRequest(f"tools[{index}].function.name", f"{name!r} is that of an earlier tool")
+                names.add(name)
+            case _:
+                raise InvalidRequest(f"tools[{index}]", "must be of type function, with a function that has a name")
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -41,8 +41,11 @@ def run(endpoint: str, source: Path, target: Path, config: BatchConfig, security
     Raises StartupError for a bad file, Unavailable or QueueFull where the service is not there or stays away,
     Unauthenticated or PermissionDenied where it does not take the token any more, TandemError after Ctrl-C.
     """
-    ids = custom_ids(source)
-    with Journal(target) as journal:
+    try:
+        ids, journal = custom_ids(source), Journal(target)
+    except OSError as error:
+        raise StartupError(f"{error.filename}: {error.strerror}") from None
+    with journal:
         if strangers := journal.done - ids:
             raise StartupError(f"{target}: has {min(strangers)!r}, {source} has not; give another output file")
         try:

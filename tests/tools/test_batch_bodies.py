@@ -22,6 +22,10 @@ def text(**body: Any) -> RequestLine:
     return RequestLine("t", "/v1/completions", {"prompt": "Hi", **body})
 
 
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def sample(index: int, text: str = "x", prompt_tokens: int = 5, completion_tokens: int = 3) -> Sample:
     return Sample(index, text, (1,), Finish("length", None), Usage(prompt_tokens, completion_tokens, 2))
 
@@ -112,6 +116,11 @@ def test_a_prompt_is_text_or_ids_or_several(prompt: Any, prompts: Any) -> None:
         (text(messages=TURNS), "messages"),
         (text(suffix="x"), "suffix"),
         (text(tools=[]), "tools"),
+        (chat(tools={"type": "function"}), "tools"),
+        (chat(tools=[{"type": "function"}]), "tools[0]"),
+        (chat(tools=[tool("f"), {**tool("g"), "type": "custom"}]), "tools[1]"),
+        (chat(tools=[tool("")]), "tools[0]"),
+        (chat(tools=[tool("f"), tool("g"), tool("f")]), "tools[2].function.name"),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(request_line: RequestLine, field: str) -> None:
@@ -188,3 +197,36 @@ def test_an_error_is_a_line_too(error: Any, status: int, kind: str, param: str |
     assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("c", None, status)
     told = line["response"]["body"]["error"]
     assert (told["type"], told["param"], told["message"]) == (kind, param, str(error))
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "problem", "param", "told"),
+    [
+        ({}, "sampling.temperature", "must be within [0, 2]", "temperature", "must be within [0, 2]"),
+        ({"max_completion_tokens": 0}, "stopping.max_tokens", "too few", "max_completion_tokens", "too few"),
+        ({"max_tokens": 0}, "stopping.max_tokens", "too few", "max_tokens", "too few"),
+        ({"top_logprobs": 99}, "output.logprobs", "too many", "top_logprobs", "too many"),
+        ({}, "constraint.tool_choice", "chat.tools_json has no tool", "tool_choice", "tools has no tool"),
+        ({}, "constraint.tool_choice.function", "not in chat.tools_json", "tool_choice", "not in tools"),
+        ({}, "chat.tools_json[1]", "not JSON", "tools[1]", "not JSON"),
+        ({}, "constraint.json_schema", "not JSON", "response_format", "not JSON"),
+        ({}, "constraint.choice.choices[3]", "must not be empty", "choice[3]", "must not be empty"),
+        ({}, "chat.messages.extra_json", "role can't be set here", "messages", "role can't be set here"),
+        ({}, "chat.template_kwargs_json", "tools can't", "chat_template_kwargs", "tools can't"),
+        ({}, "chat", "has 9 tokens", "messages", "has 9 tokens"),
+        ({}, "token_ids[7]", "is 1024", "prompt", "is 1024"),
+        (
+            {},
+            "output_token_ids[0]",
+            "constraint.regex does not allow it",
+            "output_token_ids[0]",
+            "regex does not allow it",
+        ),
+        ({}, "n", "output must be text", "n", "output must be text"),
+    ],
+)
+def test_an_error_names_fields_of_the_body(
+    body: dict[str, Any], field: str, problem: str, param: str, told: str
+) -> None:
+    error = error_of(chat(**body), InvalidRequest(field, problem))["response"]["body"]["error"]
+    assert (error["param"], error["message"]) == (param, f"{param}: {told}")

@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from shared.process import STARTUP_FAILED
 from tandem.cli import app
 
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
@@ -87,25 +88,25 @@ def test_bash_completes(on_path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "named", "status"),
     [
-        ("top", "tandem serve"),
-        ("bench", "tandem serve"),
-        ("batch IN OUT", "tandem serve"),
-        ("drain 127.0.0.1:1", "127.0.0.1:1"),
-        ("drain 127.0.0.1:1 --timeout 0", "0.1 to 86400"),
-        ("top --interval 0", "0.1 to 60"),
-        ("bench --request-rate 0", "--request-rate"),
-        ("bench --num-prompts 0", "--num-prompts"),
-        ("batch IN OUT --max-concurrency 0", "--max-concurrency"),
-        ("batch /nowhere/in OUT", "/nowhere/in"),
-        ("batch IN /nowhere/out", "/nowhere/out"),
+        ("top", "tandem serve", 1),
+        ("bench", "tandem serve", 1),
+        ("batch IN OUT", "tandem serve", 1),
+        ("drain 127.0.0.1:1", "127.0.0.1:1", 1),
+        ("drain 127.0.0.1:1 --timeout 0", "0.1 to 86400", STARTUP_FAILED),
+        ("top --interval 0", "0.1 to 60", STARTUP_FAILED),
+        ("bench --request-rate 0", "--request-rate", STARTUP_FAILED),
+        ("bench --num-prompts 0", "--num-prompts", STARTUP_FAILED),
+        ("batch IN OUT --max-concurrency 0", "--max-concurrency", STARTUP_FAILED),
+        ("batch /nowhere/in OUT", "/nowhere/in", STARTUP_FAILED),
+        ("batch IN /nowhere/out", "/nowhere/out", STARTUP_FAILED),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_to_do(tmp_path: Path, words: str, named: str) -> None:
+def test_a_mistake_is_one_line_that_says_what_to_do(tmp_path: Path, words: str, named: str, status: int) -> None:
     (tmp_path / "IN").write_text("")
     arguments = [str(tmp_path / word) if word in ("IN", "OUT") else word for word in words.split()]
     result = tandem(*arguments, TANDEM_ENDPOINT="127.0.0.1:1")
-    assert result.returncode in (1, 3) and not result.stdout
+    assert result.returncode == status and not result.stdout
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("tandem:")]
     assert named in line and "Traceback" not in result.stderr
