@@ -5,7 +5,7 @@ What llguidance is told of the model, in which dialect, and how its errors read 
 
 import json
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
@@ -133,10 +133,17 @@ def _translated(grammar: Grammar) -> str:
     """In llguidance's own form."""
     try:
         if grammar.kind == "json_schema":
-            return grammar_from("json_schema", json.dumps(with_options(json.loads(grammar.text))))
+            return grammar_from("json_schema", json.dumps(with_options(_schema(grammar.text))))
         return grammar_from(grammar.kind, grammar.text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(_message(str(error))) from None
+
+
+def _schema(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"not JSON: {error}") from None
 
 
 def _message(text: str) -> str:

@@ -315,7 +315,7 @@ def test_a_choice_is_one_of_its_texts(tokens: GrammarTokenizer, tokenizer: Token
         ("ebnf", "start: nothing", 'unknown name: "nothing"'),
         ("ebnf", "root ::= nothing", "Rule 'nothing' not found"),
         ("ebnf", 'root ::= "', "Lark"),
-        ("json_schema", '{"type": ', "Expecting value: line 1 column 10"),
+        ("json_schema", '{"type": ', "not JSON: Expecting value: line 1 column 10"),
         ("json_schema", "3", "object or boolean"),
         ("json_schema", '{"type": "text"}', "Invalid type: text"),
         ("json_schema", '{"not": {}}', 'Unimplemented keys: ["not"]'),
