@@ -22,7 +22,7 @@ from tandem import gateway
 from tandem import serve as serving
 from tandem.client import DEFAULT_ENDPOINT
 from tandem.help import RUN, USE, Command, Commands, examples
-from tandem.models import BUILT_IN, built_in_name, model_folder
+from tandem.models import BUILT_IN, model_folder
 from tandem.options import given_options, parameters, request_parameters, settings_from, taken, with_parameters
 from tandem.requests import GenerateOptions
 from tandem.tools import SECURITY, Endpoint, register
@@ -110,7 +110,6 @@ def _scheduler(**options: Any) -> None:
     from scheduler_svc.main import run
 
     configure_logging("scheduler")
-    options["model_name"] = options["model_name"] or built_in_name(options["model"])
     options["model"] = model_folder(options["model"])
     raise typer.Exit(asyncio.run(run(settings_from(SchedulerConfig, options))))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from shared.errors import StartupError
 from tandem import tiny
 
-BUILT_IN = {"tiny": tiny.DENSE, "tiny-moe": tiny.MOE}
+BUILT_IN = {folder.name: folder for folder in (tiny.DENSE, tiny.MOE)}
 
 
 def model_folder(name: str) -> Path:
@@ -14,8 +14,3 @@ def model_folder(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise StartupError(f"no model at {name!r}: give a folder with config.json, or {', '.join(BUILT_IN)}")
     return folder
-
-
-def built_in_name(name: str) -> str | None:
-    """What clients are told a built-in model is called; None for a folder, which has a name of its own."""
-    return name if name in BUILT_IN else None

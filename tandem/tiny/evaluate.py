@@ -1,6 +1,6 @@
 """Judges a tiny model's folder as a stranger would: loads it with transformers and looks at what it says.
 
-    python -m tandem.tiny.evaluate tandem/tiny/dense
+    python -m tandem.tiny.evaluate tandem/tiny/tiny
 
 Prints samples and the margins of greedy decoding: how far, in logits of an fp32 forward pass, the chosen token is ahead
 of the second. Where the margin is small, two right implementations may choose differently; that should be rare.

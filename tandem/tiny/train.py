@@ -1,6 +1,6 @@
 """Trains one of the tiny models from nothing: corpus, tokenizer, weights, folder.
 
-    python -m tandem.tiny.train --kind dense --device cuda --minutes 5 --out tandem/tiny/dense
+    python -m tandem.tiny.train --kind dense --device cuda --minutes 5 --out tandem/tiny/tiny
 
 Owns the shapes of both models and their training; the text is `corpus.py`'s and the judgement `evaluate.py`'s. The
 models are meant to know their book by heart: a memorised text leaves the greedy choice few close calls, so that a test
