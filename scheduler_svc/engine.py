@@ -262,7 +262,7 @@ class Engine:
             self._cache.attach(self._core.cache_watch)
         elif problem := misfit(description, self._core.config, self._served):
             if not self._core.load().groups:
-                self.broke(Outgrown(f"worker {endpoint} {problem}, which is gone"))
+                self.broke(Outgrown(f"none is left of the workers that served; {endpoint} {problem}"))
             raise Misfit(problem)
 
     @property
