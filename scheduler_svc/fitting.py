@@ -53,13 +53,13 @@ def misfit(worker: WorkerDescription, core: CoreConfig, first: WorkerDescription
     """
     for name, flag in EQUAL.items():
         if (own := getattr(worker, name)) != (needed := getattr(first, name)):
-            return f"has {name} {own}, the workers that serve have {needed}: start it with {flag} {needed}"
+            return f"has {name} {own}: start it with {flag} {needed}, as the workers that serve"
     for name, flag in LEAST.items():
         if (own := getattr(worker, name)) < (least := getattr(core, name)):
             remedy = f"start it with {flag} {least} or more"
             if name != "max_model_length":
                 remedy += f", or the scheduler with {flag} {own}"
-            return f"has {name} {own}, the scheduler plans for {least}: {remedy}"
+            return f"has {name} {own}: {remedy}"
     return ""
 
 
