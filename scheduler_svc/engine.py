@@ -149,8 +149,8 @@ class Engine:
         except QueueFull as error:
             error.retry_after_ms = self._queue_clock.retry_after_ms(now)
             raise
-        if not request.output.size:  # who goes on with an output has had its turn
-            self._queue_clock.submitted(request.key, now)
+        # Who goes on with an output has had its turn.
+        self._queue_clock.submitted(request.key, now, waits=not request.output.size)
         self._owners.setdefault(peer_of(request.key), set()).add(request.key)
         self._settle()
 
