@@ -313,7 +313,8 @@ class Engine:
         elif self._without_worker_since is None:
             self._without_worker_since = now
         elif now - self._without_worker_since > self._config.worker_loss_timeout:
-            self._end_all(Unavailable(f"no worker for {self._config.worker_loss_timeout:g} s: try again later"))
+            waited = f"{self._config.worker_loss_timeout:g} s"
+            self._end_all(Unavailable(f"no worker for {waited}: the scheduler's log says why; try again later"))
             self._leadership.without_workers()
 
     def _end_all(self, error: TandemError) -> None:
