@@ -37,7 +37,7 @@ async def _drain(worker: str, timeout_s: float, dialer: Dialer) -> None:
 def _reason(error: aio.AioRpcError, security: ClientSecurity) -> str:
     details = error.details() or ""
     if error.code() is StatusCode.UNIMPLEMENTED:
-        return "is no worker: give an address of the scheduler's --workers"
+        return "this is no worker: give an address of the scheduler's --workers"
     told = explained(details, security)
     if error.code() is StatusCode.UNAVAILABLE and told == details:
         return f"no worker can be reached there: is it one of the scheduler's --workers, and does it run? ({details})"

@@ -39,7 +39,7 @@ def told(*arguments: str) -> str:
 
 def test_a_scheduler_is_no_worker() -> None:
     with no_worker() as endpoint:
-        assert told(endpoint) == f"tandem: {endpoint}: is no worker: give an address of the scheduler's --workers"
+        assert told(endpoint) == f"tandem: {endpoint}: this is no worker: give an address of the scheduler's --workers"
 
 
 @pytest.fixture
