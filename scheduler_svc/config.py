@@ -106,7 +106,9 @@ class SchedulerConfig(ServerSecurity):
         """Every value on its own; what depends on the workers is checked when they are known."""
         check_bounds(self, ("port", "metrics_port", "health_port"), 1, 65535)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise StartupError(f"--otlp-endpoint {self.otlp_endpoint}: http://host:port or https://host:port is needed")
+            raise StartupError(
+                f"--otlp-endpoint {self.otlp_endpoint!r}: http://host:port or https://host:port is needed"
+            )
         check_bounds(self, ("frontends", "max_num_seqs", "max_num_batched_tokens"), 1)
         check_bounds(self, ("max_queue", "max_queue_tokens"), 1)
         check_bounds(self, ("max_queue_time",), 0.1)
@@ -115,7 +117,7 @@ class SchedulerConfig(ServerSecurity):
         check_bounds(self, ("worker_loss_timeout", "drain_timeout"), 0)
         check_bounds(self, ("grammar_timeout",), 0.1)
         if self.fair_by is not None and not METADATA_KEY.fullmatch(self.fair_by):
-            raise StartupError(f"--fair-by {self.fair_by}: peer, token or a metadata key, in lower case, is needed")
+            raise StartupError(f"--fair-by {self.fair_by!r}: peer, token or a metadata key, in lower case, is needed")
         if not self.workers:
             raise StartupError("--workers: at least one host:port or dns:///name:port is needed")
         check_targets("--workers", self.workers)
@@ -123,7 +125,7 @@ class SchedulerConfig(ServerSecurity):
         check_bounds(self, ("resolve_interval",), 0.1)
         check_bounds(self, ("peer_timeout",), 1)
         if self.drain not in DRAINS:
-            raise StartupError(f"--drain {self.drain}: not among {', '.join(DRAINS)}")
+            raise StartupError(f"--drain {self.drain!r}: not among {', '.join(DRAINS)}")
         if self.drain == HANDOFF and not self.peers:
             raise StartupError(f"--drain {HANDOFF}: there is nobody to take over: --peers is needed")
         check_server(self)

@@ -152,8 +152,8 @@ class Engine:
         except QueueFull as error:
             error.retry_after_ms = self._queue_clock.retry_after_ms(now)
             raise
-        if not request.output.size:  # who goes on with an output has had its turn
-            self._queue_clock.submitted(request.key, now)
+        # Who goes on with an output has had its turn.
+        self._queue_clock.submitted(request.key, now, waits=not request.output.size)
         self._owners.setdefault(peer_of(request.key), set()).add(request.key)
         self._settle()
 
@@ -319,7 +319,8 @@ class Engine:
         elif self._without_worker_since is None:
             self._without_worker_since = now
         elif now - self._without_worker_since > self._config.worker_loss_timeout:
-            self._end_all(Unavailable(f"no worker for {self._config.worker_loss_timeout:g} s: try again later"))
+            waited = f"{self._config.worker_loss_timeout:g} s"
+            self._end_all(Unavailable(f"no worker for {waited}: the scheduler's log says why; try again later"))
             self._leadership.without_workers()
 
     def _end_all(self, error: TandemError) -> None:

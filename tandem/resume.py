@@ -163,13 +163,18 @@ class Patience:
         return pause
 
     def _until_room(self, error: QueueFull, now: float, jitter: float) -> float:
-        """At another endpoint at once, if there is one that was not asked."""
-        if now >= self._queue_limit:
+        """At another endpoint at once, if there is one that was not asked. Where the hint reaches beyond the time that
+        is left, after half to three quarters of it: the hint may be wrong, and who is refused together ends together.
+        """
+        left = self._queue_limit - now
+        if left < FIRST_PAUSE_S:
             raise error
         if self._untried:
             self._untried -= 1
             return 0.0
-        pause = min(_hint(error, jitter), self._queue_limit - now)
+        pause = _hint(error, jitter)
+        if pause > left:
+            pause = left * (0.5 + jitter / 4)
         self._require_time(error, now + pause)
         return pause
 

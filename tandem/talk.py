@@ -17,6 +17,8 @@ from tandem.values import Delta
 
 RESUME_TIMEOUT_S = 10.0
 """Shorter than the library's: somebody is watching."""
+NOBODY_LISTENS = "failed to connect"
+"""So begins what gRPC says where it found no server, and TLS is not why."""
 
 _notes = Console(stderr=True, highlight=False, style="dim")
 
@@ -47,12 +49,13 @@ def chat(endpoint: str, security: ClientSecurity, *, system: str | None, **param
 
 @contextlib.contextmanager
 def connected(endpoint: str, security: ClientSecurity) -> Iterator[Client]:
-    """A client of a running scheduler, or of several with commas. Who finds none is told how to start one."""
+    """A client of a running scheduler, or of several with commas. Where none listens, how to start one is told."""
     with Client(endpoint.split(","), security=security, resume_timeout=RESUME_TIMEOUT_S) as client:
         try:
             yield client
         except Unavailable as error:
-            raise Unavailable(f"{endpoint}: {error} (`tandem serve` starts a server)") from None
+            hint = " (`tandem serve` starts a server)" if str(error).startswith(NOBODY_LISTENS) else ""
+            raise Unavailable(f"{endpoint}: {error}{hint}") from None
 
 
 def _ask() -> str | None:

@@ -141,7 +141,7 @@ class CoreLink:
 
     def _away(self) -> Unavailable:
         missing = "no worker has come" if self.state is not None else "the scheduler core has been away"
-        return Unavailable(f"{missing} for {self._timeout:g} s; try again later")
+        return Unavailable(f"{missing} for {self._timeout:g} s: the scheduler's log says why; try again later")
 
     async def ready(self) -> core_pb2.ServedModel:
         """Waits until the core is there and the model known. Raises Unavailable after the timeout, Standby at once."""

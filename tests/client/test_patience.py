@@ -67,9 +67,21 @@ def test_a_full_queue_is_asked_again_when_it_says_until_the_queue_timeout() -> N
     assert patience.pause_after(full, 0.0, 1.0) == 0.0, "another endpoint was not asked yet"
     assert patience.pause_after(full, 0.0, 0.0) == 4.0
     assert patience.pause_after(full, 4.0, 1.0) == 5.0
-    assert patience.pause_after(full, 9.0, 1.0) == 1.0
+    assert 0.0 < patience.pause_after(full, 9.0, 1.0) < 1.0
     with pytest.raises(QueueFull):
         patience.pause_after(full, 10.0, 1.0)
+
+
+@given(timeout=st.floats(0.5, LONGEST_HINT_S - 1), jitters=st.lists(st.floats(0, 1), min_size=20, max_size=20))
+def test_a_hint_beyond_the_queue_timeout_is_not_waited_out(timeout: float, jitters: list[float]) -> None:
+    """It is asked again well before the end, and ever more often towards it; where, is each one's jitter."""
+    patience, now, asked = Patience(0.0, 60.0, None, endpoints=1, queue_timeout=timeout), 0.0, []
+    with pytest.raises(QueueFull):
+        for jitter in jitters:
+            now += patience.pause_after(QueueFull("full", 1 << 30), now, jitter)
+            asked.append(now)
+    assert asked[0] == pytest.approx(timeout * (0.5 + jitters[0] / 4))
+    assert timeout * 0.75 < asked[-1] < timeout and len(asked) < 15
 
 
 @given(hint=st.integers(1, 1 << 31), jitter=st.floats(0, 1))

@@ -51,5 +51,5 @@ def test_metadata_tells_clients_apart_and_stays_secret(model: Path, fair_by: str
 
 @pytest.mark.parametrize("key", ["", "X-Tenant", "a b"])
 def test_a_key_that_no_metadata_can_have_is_refused(key: str) -> None:
-    with pytest.raises(StartupError, match="--fair-by"):
+    with pytest.raises(StartupError, match=f"--fair-by '{key}': "):
         SchedulerConfig(model=Path("model"), workers=("host:1",), fair_by=key)

@@ -218,5 +218,5 @@ def test_tracing_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_endpoint_is_a_url() -> None:
-    with pytest.raises(StartupError, match=r"--otlp-endpoint 127.0.0.1:4317: http://host:port"):
+    with pytest.raises(StartupError, match=r"--otlp-endpoint '127.0.0.1:4317': http://host:port"):
         SchedulerConfig(model=Path("x"), workers=("a:1",), otlp_endpoint="127.0.0.1:4317")

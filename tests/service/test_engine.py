@@ -95,6 +95,7 @@ def test_requests_end_where_no_worker_ever_comes(tmp_path: Path) -> None:
                 pass  # until it has waited for longer than the step timeout
             ended = await asyncio.wait_for(peer.end(), PATIENCE_S)
             assert (ended.handle, ended.failure.code) == (1, grpc.StatusCode.UNAVAILABLE.value[0])
+            assert "no worker for 2 s: the scheduler's log says why" in ended.failure.message
             assert engine.held == 0
 
     asyncio.run(scenario())

@@ -11,7 +11,11 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from shared.security import ClientSecurity
+from tandem import Unavailable, talk
 from tandem.cli import app
+from tests.client.conftest import Server
+from tests.frontend.fake_core import failed
 
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
 USING = ("generate", "chat", "top", "bench", "batch")
@@ -113,3 +117,11 @@ def test_a_mistake_is_one_line_that_says_what_to_do(tmp_path: Path, words: str, 
     assert result.returncode in (1, 3) and not result.stdout
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("tandem:")]
     assert named in line and "Traceback" not in result.stderr
+
+
+def test_who_met_a_server_is_not_told_to_start_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(talk, "RESUME_TIMEOUT_S", 0.0)
+    server.answer = lambda submit: ((), failed(14, "no worker for 60 s"))
+    with pytest.raises(Unavailable) as told:
+        talk.generate(server.endpoint, ClientSecurity(), "It is", as_json=False)
+    assert str(told.value) == f"{server.endpoint}: no worker for 60 s"
