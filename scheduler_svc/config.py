@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from shared.errors import StartupError
 from shared.resolve import check_targets
@@ -12,6 +13,18 @@ from shared.types import DEPTH_LIMIT
 
 FINISH, HANDOFF = DRAINS = ("finish", "handoff")
 METADATA_KEY = re.compile("[0-9a-z_.-]+")
+
+
+class WorkerSecurity(ClientSecurity):
+    """How workers are known: the token is another one than clients'."""
+
+    token_flag: ClassVar[str] = "--worker-token-file"
+
+
+class PeerSecurity(ClientSecurity):
+    """How peers are known: their authorities are others than workers'."""
+
+    ca_flag: ClassVar[str] = "--peer-tls-ca"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +137,7 @@ class SchedulerConfig(ServerSecurity):
         Raises StartupError for files that make no sense together.
         """
         dialed = self.tls_ca is not None
-        return ClientSecurity(
+        return WorkerSecurity(
             tls_ca=self.tls_ca,
             tls_cert=self.tls_cert if dialed else None,
             tls_key=self.tls_key if dialed else None,
@@ -136,7 +149,7 @@ class SchedulerConfig(ServerSecurity):
     def peer_security(self) -> ClientSecurity:
         """The same for peers, which ask for no token. Raises StartupError for files that make no sense together."""
         dialed = self.peer_tls_ca is not None
-        return ClientSecurity(
+        return PeerSecurity(
             tls_ca=self.peer_tls_ca,
             tls_cert=self.tls_cert if dialed else None,
             tls_key=self.tls_key if dialed else None,

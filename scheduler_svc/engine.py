@@ -8,6 +8,8 @@ import asyncio
 import time
 from dataclasses import replace
 
+import structlog
+
 from scheduler_svc.cache_news import CacheReporter
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core import Counters, GroupLoad, Load, Request, Scheduler, StepOutputs
@@ -32,6 +34,7 @@ MASK_PATIENCE_S = 0.002
 """How long constrained sequences wait for each other's masks while their worker idles: one whose grammar is slow must
 not hold up the others."""
 
+_log = structlog.get_logger(__name__)
 
 STANDBY = "another scheduler is the active one: go on there"
 
@@ -303,6 +306,9 @@ class Engine:
     def lost(self, group: int) -> None:
         """Its sequences go back to the queue: to other groups at once, or to wait for its return."""
         self._away.setdefault(group, time.monotonic())
+        link = self.workers.links[group]
+        if link.is_drained and not self.workers.any_connected:
+            _log.warning("the last worker is drained: requests wait for another one", endpoint=link.endpoint)
         self._deliver(self._running_core.worker_lost(group))
         self._leadership.workers_changed()
         self._cache.tell()

@@ -17,6 +17,7 @@ from scheduler_svc.link_counts import LinkCounts
 from shared.dialer import Dialer
 from shared.errors import ProtocolError, StartupError, TandemError
 from shared.pb import worker_pb2, worker_pb2_grpc
+from shared.security import ClientSecurity
 from shared.tls import explained
 from shared.types import DEPTH_LIMIT, StepPlan, StepResult, WorkerDescription
 from shared.wire import description_from_pb, plan_to_pb, result_from_pb
@@ -24,6 +25,7 @@ from shared.wire import description_from_pb, plan_to_pb, result_from_pb
 HEARTBEAT_S = 0.5
 REDIAL_S = 0.2
 SMOOTHING = 0.1
+DRAINED = "it is drained: to use it again, restart it"
 
 _log = structlog.get_logger(__name__)
 
@@ -84,6 +86,8 @@ class WorkerLink:
         """If not, it is dialled no more once its stream has ended."""
         self.is_refused = False
         """It answers, and can't serve here."""
+        self.is_drained = False
+        """Its latest stream was ended on purpose."""
         self.is_held = False
         """Another scheduler has it."""
         self.problem = "not reached yet"
@@ -96,8 +100,6 @@ class WorkerLink:
         self._instance = instance
         self._step_timeout = step_timeout
         self._plans: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
-        self._closed = False
-        """The open stream is ended on purpose."""
         self._last_sent = 0.0
         self._round_trip_s = 0.0
         self._step_s = 0.0
@@ -125,7 +127,7 @@ class WorkerLink:
 
     def close(self) -> None:
         """Ends the open stream: the worker is shutting down and nothing runs there any more."""
-        self._closed = True
+        self.is_drained = True
         self._plans.put_nowait(None)
 
     async def run(self) -> None:
@@ -144,7 +146,7 @@ class WorkerLink:
 
     def _missed(self, error: Exception) -> None:
         """Logged when the reason changes: it is dialled several times a second."""
-        reason = _reason(error)
+        reason = _reason(error, self._dialer.security)
         self.is_refused = isinstance(error, Misfit)
         self.is_held = isinstance(error, aio.AioRpcError) and error.code() is StatusCode.FAILED_PRECONDITION
         if reason != self.problem:
@@ -154,11 +156,11 @@ class WorkerLink:
     async def _serve(self, stub: "worker_pb2_grpc.WorkerServiceAsyncStub") -> None:
         description = await self._describe(stub)
         if description.draining:
-            raise ValueError("it is being drained")
+            raise ValueError(DRAINED)
         self._listener.described(self.group, description)
         self.is_refused = False
         self._plans = asyncio.Queue()
-        self._closed = False
+        self.is_drained = False
         self.outstanding.clear()
         self.send(self._listener.opened(self.group, description))
         call = stub.Execute(self._outgoing(), metadata=self._dialer.metadata)
@@ -166,7 +168,7 @@ class WorkerLink:
         try:
             await self._receive(call)
         except Exception:
-            self.counts.losses += self.is_connected and not self._closed
+            self.counts.losses += self.is_connected and not self.is_drained
             raise
         finally:
             beat.cancel()
@@ -205,7 +207,7 @@ class WorkerLink:
             async with asyncio.timeout(self._step_timeout):
                 message = await call.read()
             if not isinstance(message, worker_pb2.StepResult):
-                raise ValueError("it is drained" if self._closed else "the worker ended the plan stream")
+                raise ValueError(DRAINED if self.is_drained else "the worker ended the plan stream")
             if message.instance != self._instance:
                 continue
             self._measure(message)
@@ -230,7 +232,7 @@ class WorkerLink:
             self._step_s += (SMOOTHING if self._step_s else 1.0) * (step_s - self._step_s)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, security: ClientSecurity) -> str:
     if isinstance(error, aio.AioRpcError):
-        return f"{error.code().name}: {explained(error.details() or '')}"
+        return f"{error.code().name}: {explained(error.details() or '', security)}"
     return "no result within the step timeout" if isinstance(error, TimeoutError) else str(error)

@@ -16,8 +16,9 @@ class Dialer:
 
     def __init__(self, security: ClientSecurity) -> None:
         """Raises StartupError for files that can't be used."""
+        self.security = security
         self._credentials = channel_credentials(security)
-        self._token = OwnToken(security.token_file)
+        self._token = OwnToken(security)
         name = security.tls_server_name
         self._options: Sequence[tuple[str, int | str]] = [
             *CHANNEL_OPTIONS,

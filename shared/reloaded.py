@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -27,12 +27,13 @@ class Reloaded(Generic[T]):
     A change that can't be used, half-written files for instance, is logged; what was there before goes on to count.
     """
 
-    def __init__(self, files: Sequence[File], make: Callable[..., T]) -> None:
-        """`make` is called with the contents, bytes or None for no file, and raises ValueError for what can't be used.
+    def __init__(self, files: Mapping[str, File], make: Callable[..., T]) -> None:
+        """`files` by the flag that names each. `make` is called with their contents, bytes or None for no file, and
+        raises ValueError for what can't be used.
 
         Raises StartupError for that, and for a file that can't be read.
         """
-        self._paths = [None if file is None else Path(file) for file in files]
+        self._paths = {flag: None if file is None else Path(file) for flag, file in files.items()}
         self._make = make
         self._lock = threading.Lock()
         self._seen: Any = None
@@ -56,10 +57,10 @@ class Reloaded(Generic[T]):
             return self._value
 
     def _load(self) -> T:
-        seen = [None if path is None else _times(path) for path in self._paths]
+        seen = [None if path is None else _times(path) for path in self._paths.values()]
         if seen == self._seen:
             return self._value
-        contents = [None if path is None else path.read_bytes() for path in self._paths]
+        contents = [None if path is None else path.read_bytes() for path in self._paths.values()]
         value = self._value if contents == self._contents else self._make(*contents)
         newest = max(times[0] for times in seen if times is not None)
         self._contents = contents
@@ -67,9 +68,11 @@ class Reloaded(Generic[T]):
         return value
 
     def _told(self, error: Exception) -> str:
+        named = [(flag, path) for flag, path in self._paths.items() if path is not None]
         if isinstance(error, OSError):
-            return f"{error.filename}: {error.strerror}"
-        return f"{', '.join(str(path) for path in self._paths if path is not None)}: {error}"
+            named = [(flag, path) for flag, path in named if str(path) == str(error.filename)]
+        problem = error.strerror if isinstance(error, OSError) else error
+        return f"{', '.join(f'{flag} {path}' for flag, path in named)}: {problem}"
 
 
 def _times(path: Path) -> tuple[int, int, int]:

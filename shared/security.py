@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from shared.errors import StartupError
 
@@ -38,6 +38,9 @@ class ClientSecurity:
     """Name that servers' certificates must be for; unset: the one that is dialed."""
     token_file: File = None
     """File whose one line is the token to show."""
+
+    ca_flag: ClassVar[str] = "--tls-ca"
+    token_flag: ClassVar[str] = "--token-file"
 
     def __post_init__(self) -> None:
         """Raises StartupError for files that make no sense together."""

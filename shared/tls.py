@@ -2,11 +2,12 @@
 
 import os
 import ssl
+from datetime import UTC, datetime
 
 import grpc
 
 from shared.reloaded import Reloaded
-from shared.security import ClientSecurity, ServerSecurity
+from shared.security import ClientSecurity, File, ServerSecurity, flag
 
 _FAILED = "failed to connect"
 _HINTS = (
@@ -18,9 +19,10 @@ _HINTS = (
         "the server's certificate is for another name: dial that one, or give it as --tls-server-name",
     ),
     ("WRONG_VERSION_NUMBER", "the server speaks plain text: leave --tls-ca out"),
-    ("Socket closed", "does the server speak TLS (--tls-ca), or want a certificate (--tls-cert, --tls-key)?"),
 )
 """What gRPC reports of a handshake, and what a person can do about it; the first one counts."""
+_CLOSED = "Socket closed"
+"""All that gRPC reports where the server ends the handshake, or the connection before there is one."""
 
 
 def server_credentials(security: ServerSecurity) -> grpc.ServerCredentials | None:
@@ -30,7 +32,7 @@ def server_credentials(security: ServerSecurity) -> grpc.ServerCredentials | Non
     """
     if security.tls_cert is None:
         return None
-    files = Reloaded((security.tls_cert, security.tls_key, security.tls_client_ca), _server_configuration)
+    files = Reloaded(_flags(security, "tls_cert", "tls_key", "tls_client_ca"), _server_configuration)
     return grpc.dynamic_ssl_server_credentials(files.get(), files.get, security.tls_client_ca is not None)
 
 
@@ -41,15 +43,30 @@ def channel_credentials(security: ClientSecurity) -> Reloaded[grpc.ChannelCreden
     """
     if security.tls_ca is None:
         return None
-    return Reloaded((security.tls_ca, security.tls_cert, security.tls_key), _channel_credentials)
+    files = {security.ca_flag: security.tls_ca, **_flags(security, "tls_cert", "tls_key")}
+    return Reloaded(files, _channel_credentials)
 
 
-def explained(details: str) -> str:
-    """What gRPC says of a failed call, in words that say what to do where TLS is why."""
+def explained(details: str, security: ClientSecurity) -> str:
+    """What gRPC says of a failed call of such a client, in words that say what to do where TLS is why."""
     if not details.startswith(_FAILED):
         return details
     hint = next((hint for found, hint in _HINTS if found in details), None)
+    if hint is None and _CLOSED in details:
+        hint = _why_closed(security)
     return details if hint is None else f"{hint} ({details})"
+
+
+def _why_closed(security: ClientSecurity) -> str:
+    if security.tls_ca is None:
+        return f"the server closed the connection: it ends, or speaks TLS ({security.ca_flag})"
+    if security.tls_cert is None:
+        return "the server closed the connection: does it want a certificate (--tls-cert, --tls-key)?"
+    return "the server closed the connection: does its --tls-client-ca accept the certificate of --tls-cert?"
+
+
+def _flags(security: ServerSecurity | ClientSecurity, *names: str) -> dict[str, File]:
+    return {flag(name): getattr(security, name) for name in names}
 
 
 def _server_configuration(
@@ -78,6 +95,18 @@ def _check_pair(certificate: bytes, key: bytes) -> None:
         raise ValueError(f"no certificate and private key in PEM that belong together ({error.reason})") from None
     finally:
         os.close(handle)
+    _check_dates(certificate)
+
+
+def _check_dates(chain: bytes) -> None:
+    """OpenSSL leaves these to whoever is shown the certificate. Of its own alone: authorities renew theirs."""
+    from cryptography import x509  # 40 ms, where there is TLS
+
+    certificate, now = x509.load_pem_x509_certificate(chain), datetime.now(UTC)
+    if now > certificate.not_valid_after_utc:
+        raise ValueError(f"the certificate has expired, {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+    if now < certificate.not_valid_before_utc:
+        raise ValueError(f"the certificate is not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC")
 
 
 def _no_passphrase() -> str:

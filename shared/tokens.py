@@ -12,7 +12,7 @@ from grpc import aio
 
 from shared.errors import PermissionDenied, TandemError, Unauthenticated
 from shared.reloaded import Reloaded
-from shared.security import File
+from shared.security import ClientSecurity, File
 
 LEAST_LENGTH = 16
 """Characters of a token: a shorter one could be guessed."""
@@ -43,15 +43,16 @@ caller: ContextVar[Caller] = ContextVar("caller", default=OPERATOR)
 class Tokens:
     """The tokens of a file, as it is now."""
 
-    def __init__(self, file: File) -> None:
-        """Raises StartupError for a file that can't be used."""
-        self._known = Reloaded((file,), _parse)
+    def __init__(self, file: File, shown_by: str = "clients: --token-file") -> None:
+        """`shown_by`: how who shows none can do so, for people. Raises StartupError for a file that can't be used."""
+        self._known = Reloaded({"--token-file": file}, _parse)
+        self._shown_by = shown_by
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
         """Whose token the call shows. Raises Unauthenticated. Takes as long for a wrong token as for a right one."""
         shown = next((value for key, value in metadata if key == "authorization"), None)
         if not isinstance(shown, str) or not shown.lower().startswith(_SCHEME):
-            raise Unauthenticated("a token is needed: metadata `authorization: Bearer TOKEN`; clients: --token-file")
+            raise Unauthenticated(f"a token is needed: metadata `authorization: Bearer TOKEN`; {self._shown_by}")
         digest, found = _digest(shown[len(_SCHEME) :].strip()), None
         for known, caller in self._known.get().items():
             if hmac.compare_digest(known, digest):
@@ -97,9 +98,10 @@ def _refusing(error: TandemError) -> Any:
 class OwnToken:
     """What a client shows."""
 
-    def __init__(self, file: File) -> None:
-        """None: nothing. Raises StartupError for a file that can't be used."""
-        self._token = None if file is None else Reloaded((file,), _parse_own)
+    def __init__(self, security: ClientSecurity) -> None:
+        """Raises StartupError for a file that can't be used."""
+        file = security.token_file
+        self._token = None if file is None else Reloaded({security.token_flag: file}, _parse_own)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

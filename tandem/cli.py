@@ -189,12 +189,16 @@ def _generate(
 
     prompt = sys.stdin.read() if text == "-" else text
     security = taken(options, ClientSecurity)
-    options |= {"json_schema": _text(json_schema), "regex": regex, "grammar": _text(grammar), "choice": choice}
+    options |= {"json_schema": _text("--json-schema", json_schema), "grammar": _text("--grammar", grammar)}
+    options |= {"regex": regex, "choice": choice}
     talk.generate(endpoint, security, prompt, as_json=json, **given_options(options))
 
 
-def _text(file: Path | None) -> str | None:
-    return file.read_text(encoding="utf-8") if file else None
+def _text(flag: str, file: Path | None) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8") if file else None
+    except OSError as error:
+        raise StartupError(f"{flag} {file}: {error.strerror}") from None
 
 
 def _chat(

@@ -104,7 +104,7 @@ class Client:
                 if asking.is_settled_by(getattr(stub, method)(request, timeout=self._timeout, metadata=metadata)):
                     break
             except grpc.RpcError as error:
-                reason = error_of(error)
+                reason = error_of(error, self._connections.security)
                 self._connections.failed(stub, reason)
                 asking.failed(reason)
         return asking.answer()

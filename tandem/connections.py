@@ -117,6 +117,11 @@ class Connections(Generic[C]):
         return len(self._endpoints)
 
     @property
+    def security(self) -> ClientSecurity:
+        """As it was given."""
+        return self._dialer.security
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Of each call."""
         return self._dialer.metadata
@@ -150,13 +155,13 @@ def for_names(security: ClientSecurity, endpoints: str | Sequence[str]) -> Clien
     return named(security, next(filter(is_name, given), ""))
 
 
-def error_of(error: Any) -> TandemError:
-    """The server's error; also what gRPC itself reports, as the kind that has its status code.
+def error_of(error: Any, security: ClientSecurity) -> TandemError:
+    """The server's error; also what gRPC itself reports to a client of such security, as the kind of its status code.
 
     A call that neither its caller nor an Abort has ended is Unavailable: its server stops.
     """
     trailers = dict(error.trailing_metadata() or ())
-    details = explained(error.details() or "")
+    details = explained(error.details() or "", security)
     if ACTIVE_ENDPOINT in trailers:
         return Standby(details, trailers[ACTIVE_ENDPOINT])
     retry_after = str(trailers.get(RETRY_AFTER, ""))  # gRPC itself reads it: negative or none of a number means never

@@ -65,7 +65,7 @@ class _Stream(Generic[C]):
             raise Aborted(CLOSED)
         if any(key == REQUEST_ID for key, _ in error.initial_metadata() or ()):
             self._patience.accepted()
-        reason = error_of(error)
+        reason = error_of(error, self._connections.security)
         self._connections.failed(self._stub, reason)
         return self._patience.pause_after(reason, time.monotonic(), random.random())
 

@@ -104,7 +104,7 @@ def _drain(
     if not 0.1 <= timeout <= 86400:
         raise StartupError(f"--timeout {timeout:g}: 0.1 to 86400 is needed")
     drain(worker, timeout, taken(options, ClientSecurity))
-    print(f"{worker} is drained: it may be stopped")
+    print(f"{worker} is drained: it may be stopped; `tandem top` shows which workers still serve")
 
 
 def register(app: typer.Typer) -> None:

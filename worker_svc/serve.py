@@ -36,6 +36,8 @@ _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 SERVICE = _SERVICE.full_name
 OPERATORS_ONLY = tuple(f"/{SERVICE}/{method.name}" for method in _SERVICE.methods)
 """All of them: whoever sends plans reads the K/V of every tenant."""
+SHOWN_BY = "a scheduler: --worker-token-file, `tandem drain`: --token-file"
+"""Who calls a worker, and its flag for the token."""
 
 
 class WorkerServer:
@@ -50,7 +52,9 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()
         self._threads: StepThreads | None = None
         self._credentials = server_credentials(config)
-        interceptors = [] if config.token_file is None else [Authentication(Tokens(config.token_file), OPERATORS_ONLY)]
+        interceptors = []
+        if config.token_file is not None:
+            interceptors.append(Authentication(Tokens(config.token_file, SHOWN_BY), OPERATORS_ONLY))
         self._server = make_server(share_port=False, interceptors=interceptors)
         self._health_server = make_server(share_port=False)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server)

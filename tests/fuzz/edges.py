@@ -35,6 +35,7 @@ from shared.model_config import load_model_config
 from shared.pb import core_pb2, peer_pb2, worker_pb2
 from shared.pb import generation_pb2 as pb
 from shared.rpc import RETRY_AFTER
+from shared.security import PLAIN
 from shared.types import IntArray
 from shared.wire import description_from_pb, result_from_pb, result_to_pb
 from tandem.connections import error_of
@@ -234,7 +235,7 @@ def _errors(error: tuple[int, str, str]) -> None:
         details=lambda: details,
         trailing_metadata=lambda: ((RETRY_AFTER, retry_after),),
     )
-    assert isinstance(error_of(status), TandemError)
+    assert isinstance(error_of(status, PLAIN), TandemError)
 
 
 def _any(kind: type[Message], *bases: Message) -> st.SearchStrategy[bytes]:

@@ -1,6 +1,7 @@
 """Files of certificates and tokens: what is refused at the start, and what a change does while a server runs."""
 
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.config import SchedulerConfig, WorkerSecurity
+from shared.dialer import Dialer
 from shared.errors import StartupError, Unauthenticated
 from shared.reloaded import Reloaded
+from shared.resolve import named
 from shared.security import ClientSecurity, ServerSecurity, check_server
 from shared.settings import from_json, to_json
 from shared.tls import channel_credentials, server_credentials
 from shared.tokens import Caller, OwnToken, Tokens
-from tests.security.authority import Authority
+from tests.security.authority import LONG_AGO, Authority
 
 RED, BLUE, NOBODY = "red" * 8, "blue" * 6, "nobody" * 4
 
@@ -27,7 +30,7 @@ def bearer(token: str) -> list[tuple[str, str | bytes]]:
 def test_a_value_is_made_again_when_a_file_changes_and_only_then(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"1")
-    value = Reloaded((file, None), lambda content, nothing: [int(content), nothing])
+    value = Reloaded({"--file": file, "--none": None}, lambda content, nothing: [int(content), nothing])
     first = value.get()
     assert first == [1, None] and value.get() is first
     file.write_bytes(b"1")
@@ -41,7 +44,7 @@ def test_a_change_within_a_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
     """Of the same size and with the same times."""
     file = tmp_path / "file"
     file.write_bytes(b"1")
-    value = Reloaded((file,), int)
+    value = Reloaded({"--file": file}, int)
     before = file.stat()
     assert value.get() == 1
     file.write_bytes(b"2")
@@ -55,7 +58,7 @@ def test_a_symbolic_link_may_change_as_kubernetes_does_it(tmp_path: Path) -> Non
         (tmp_path / number / "file").write_text(number)
         os.utime(tmp_path / number / "file", (1, 1))
     (tmp_path / "now").symlink_to("1")
-    value = Reloaded((tmp_path / "now" / "file",), int)
+    value = Reloaded({"--file": tmp_path / "now" / "file"}, int)
     assert value.get() == 1
     (tmp_path / "next").symlink_to("2")
     (tmp_path / "next").rename(tmp_path / "now")
@@ -66,7 +69,7 @@ def test_a_symbolic_link_may_change_as_kubernetes_does_it(tmp_path: Path) -> Non
 def test_what_was_there_counts_while_a_change_cant_be_used(damage: Any, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "file"
     file.write_text("1")
-    value = Reloaded((file,), int)
+    value = Reloaded({"--file": file}, int)
     damage(file)
     assert [value.get() for _ in range(3)] == [1, 1, 1]
     assert capsys.readouterr().out.count("can't be used") == 1, "told once"
@@ -142,14 +145,14 @@ def test_names_of_two_tenants_never_meet(one: str, other: str) -> None:
 def test_what_a_client_shows_follows_its_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{RED}\n")
-    own = OwnToken(file)
+    own = OwnToken(ClientSecurity(token_file=file))
     assert own.metadata == (("authorization", f"Bearer {RED}"),)
     file.write_text(BLUE)
     assert own.metadata == (("authorization", f"Bearer {BLUE}"),)
-    assert OwnToken(None).metadata == ()
+    assert OwnToken(ClientSecurity()).metadata == ()
     file.write_text(f"red {RED}")
     with pytest.raises(StartupError, match="one token, and nothing else"):
-        OwnToken(file)
+        OwnToken(ClientSecurity(token_file=file))
 
 
 def mixed(authority: Authority) -> tuple[Any, Any]:
@@ -175,13 +178,23 @@ def missing(authority: Authority) -> tuple[Any, Any]:
     return authority.folder / "nowhere.pem", authority.sign("one")[1]
 
 
+def expired(authority: Authority) -> tuple[Any, Any]:
+    return authority.sign("one", **LONG_AGO)
+
+
+def early(authority: Authority) -> tuple[Any, Any]:
+    return authority.sign("one", not_before=datetime.now(UTC) + timedelta(days=1))
+
+
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
         (mixed, "belong together"),
         (encrypted, "without a passphrase"),
         (garbage, "belong together"),
-        (missing, "nowhere.pem: No such file"),
+        (missing, "^--tls-cert .*nowhere.pem: No such file"),
+        (expired, "--tls-cert .*one.pem, --tls-key .*one.key: the certificate has expired, 2020-01-01"),
+        (early, "is not valid before"),
     ],
 )
 def test_files_that_are_no_certificate_with_its_key_are_refused_at_the_start(
@@ -193,6 +206,43 @@ def test_files_that_are_no_certificate_with_its_key_are_refused_at_the_start(
         server_credentials(ServerSecurity(tls_cert=certificate, tls_key=key))
     with pytest.raises(StartupError, match=problem):
         channel_credentials(ClientSecurity(tls_ca=authority.file, tls_cert=certificate, tls_key=key))
+
+
+def test_an_expired_certificate_takes_no_valid_ones_place(tmp_path: Path, capsys: Any) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = authority.sign("one")
+    credentials = channel_credentials(ClientSecurity(tls_ca=authority.file, tls_cert=certificate, tls_key=key))
+    assert credentials is not None
+    valid = credentials.get()
+    authority.sign("one", **LONG_AGO)
+    assert [credentials.get() for _ in range(2)] == [valid] * 2
+    assert capsys.readouterr().out.count("the certificate has expired") == 1
+    authority.sign("one")
+    assert credentials.get() is not valid
+
+
+@pytest.mark.parametrize(
+    ("flag", "use"),
+    [
+        ("--tls-ca", lambda file: Dialer(ClientSecurity(tls_ca=file))),
+        ("--token-file", lambda file: Dialer(ClientSecurity(token_file=file))),
+        ("--token-file", Tokens),
+        ("--tls-ca", lambda file: Dialer(scheduler(tls_ca=file).worker_security)),
+        ("--worker-token-file", lambda file: Dialer(scheduler(worker_token_file=file).worker_security)),
+        ("--peer-tls-ca", lambda file: Dialer(named(scheduler(peer_tls_ca=file).peer_security, "dns:///peers:1"))),
+    ],
+)
+def test_a_file_that_is_not_there_or_empty_is_named_with_its_flag(flag: str, use: Any, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with pytest.raises(StartupError, match=f"^{flag} {file}: No such file"):
+        use(file)
+    file.touch()
+    with pytest.raises(StartupError, match=f"^{flag} {file}: "):
+        use(file)
+
+
+def scheduler(**files: Path) -> SchedulerConfig:
+    return SchedulerConfig(Path("m"), ("a:1",), **files)
 
 
 def test_a_file_without_authorities_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -224,8 +274,8 @@ def test_flags_that_need_others_say_so(make: Any, problem: str) -> None:
 def test_a_scheduler_shows_its_certificate_to_workers_only_in_tls() -> None:
     own: dict[str, Any] = {"tls_cert": "a", "tls_key": "b"}
     plain, dialed = (SchedulerConfig(Path("m"), ("a:1",), **own, tls_ca=ca).worker_security for ca in (None, "c"))
-    assert plain == ClientSecurity()
-    assert dialed == ClientSecurity(tls_ca="c", **own)
+    assert plain == WorkerSecurity()
+    assert dialed == WorkerSecurity(tls_ca="c", **own)
 
 
 def test_settings_travel_to_other_processes_as_file_names_alone(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-from grpc import StatusCode
+import pytest
+from grpc import StatusCode, aio
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shared.pb import worker_pb2
+from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.rpc import make_channel
 from shared.wire import description_from_pb
 from tests.patience import PATIENCE_S
@@ -111,6 +112,20 @@ def test_nothing_is_served_before_the_group_is_warm() -> None:
         assert description_from_pb(await describe) == DESCRIPTION
         assert await running.health(SERVICE) == "SERVING"
         await channel.close()
+        await server.stop()
+
+    asyncio.run(test())
+
+
+def test_a_scheduler_without_the_token_is_told_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("worker" * 4)
+
+    async def test() -> None:
+        config = WorkerConfig("unused", port=0, token_file=tmp_path / "tokens")
+        server = WorkerServer(config, Progress(np.zeros((1, 3)), 0), no_stats())
+        async with make_channel(f"127.0.0.1:{await server.start()}") as channel:
+            with pytest.raises(aio.AioRpcError, match="a scheduler: --worker-token-file"):
+                await worker_pb2_grpc.WorkerServiceStub(channel).Describe(worker_pb2.DescribeRequest())
         await server.stop()
 
     asyncio.run(test())
