@@ -10,8 +10,9 @@ from importlib.util import find_spec
 
 from hypothesis import settings
 
-# A script's background job ignores Ctrl-C, and so would every service that is started here.
+# A script's background job ignores Ctrl-C, nohup a closed terminal, and so would every service that is started here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("tandem", deadline=None)
 settings.load_profile("tandem")
