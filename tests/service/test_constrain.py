@@ -249,4 +249,4 @@ def example(service: Tandem, words: list[str]) -> str:
 def test_a_file_that_is_not_there_is_one_line(service: Tandem) -> None:
     command = [sys.executable, "-m", "tandem", "generate", PROMPT, "--endpoint", service.endpoint]
     result = subprocess.run([*command, "--grammar", "/nowhere"], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (result.returncode, result.stderr) == (1, "tandem: /nowhere: No such file or directory\n")
+    assert (result.returncode, result.stderr) == (3, "tandem: --grammar /nowhere: No such file or directory\n")
