@@ -8,18 +8,15 @@ longest pause between two messages of a stream that met it.
 import asyncio
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from statistics import median
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.faults import FAULTS, HOST, WARM_MESSAGES, end, family, read, start, until
+from bench.faults import FAULTS, HOST, disturb, end, family, start
 from shared.ports import address, find_free
 from shared.rpc import until_serving
 from tandem import AsyncClient
@@ -45,22 +42,18 @@ def service(model: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 async def measure(schedulers: dict[str, subprocess.Popen[bytes]], fault: int, streams: int) -> list[float]:
-    """Seconds until the other one serves; of the median pause before it; of the longest one that met it."""
+    """As bench.faults.disturb, of a fault of the active one, which is over when the other one serves."""
     endpoints = list(schedulers)
     active = schedulers[endpoints[0]]
-    async with AsyncClient(endpoints, connections=4) as client:
-        times: list[list[float]] = [[] for _ in range(streams)]
-        reading = [asyncio.create_task(read(client, number, at)) for number, at in enumerate(times)]
-        await until(client, lambda _: min(map(len, times)) >= WARM_MESSAGES)
-        began = time.perf_counter()
+
+    def fail() -> None:
         for process in [active] if fault == signal.SIGTERM else family(active):
             process.send_signal(fault)
+
+    async def served(_: AsyncClient) -> None:
         await until_serving(endpoints[1], "tandem.Active")
-        served = time.perf_counter()
-        await asyncio.gather(*reading)
-    pauses = [pair for at in times for pair in pairwise(at)]
-    usual = median(end - start for start, end in pauses if end < began)
-    return [served - began, usual, max(end - start for start, end in pauses if start < served and end > began)]
+
+    return await disturb(endpoints, streams, fail, served)
 
 
 def main(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
@@ -78,23 +78,41 @@ async def _until_ready(endpoint: str) -> None:
 async def measure(
     endpoint: str, worker: subprocess.Popen[bytes], address: str, fault: int, streams: int
 ) -> list[float]:
-    """Seconds until the fault was noticed; of the median pause before it; of the longest one that met it."""
-    async with AsyncClient(endpoint, connections=4) as client:
-        times: list[list[float]] = [[] for _ in range(streams)]
-        reading = [asyncio.create_task(read(client, number, at)) for number, at in enumerate(times)]
-        await until(client, lambda _: min(map(len, times)) >= WARM_MESSAGES)
-        began = time.perf_counter()
+    """As disturb, of a fault of a worker, which is noticed when the scheduler says so."""
+
+    def fail() -> None:
         for process in family(worker) if fault == signal.SIGSTOP else [psutil.Process(worker.pid)]:
             process.send_signal(fault)
+
+    async def noticed(client: AsyncClient) -> None:
         await until(client, lambda workers: any(_is_leaving(worker, address) for worker in workers))
-        noticed = time.perf_counter()
+
+    return await disturb([endpoint], streams, fail, noticed)
+
+
+async def disturb(
+    endpoints: Sequence[str],
+    streams: int,
+    fail: Callable[[], None],
+    noticed: Callable[[AsyncClient], Awaitable[None]],
+) -> list[float]:
+    """Fails in the midst of streams. Seconds until it was noticed; of the median pause between two messages before it;
+    of the longest one that met it."""
+    async with AsyncClient(endpoints, connections=4) as client:
+        times: list[list[float]] = [[] for _ in range(streams)]
+        reading = [asyncio.create_task(_read(client, number, at)) for number, at in enumerate(times)]
+        await until(client, lambda _: min(map(len, times)) >= WARM_MESSAGES)
+        began = time.perf_counter()
+        fail()
+        await noticed(client)
+        over = time.perf_counter()
         await asyncio.gather(*reading)
     pauses = [pair for at in times for pair in pairwise(at)]
     usual = median(end - start for start, end in pauses if end < began)
-    return [noticed - began, usual, max(end - start for start, end in pauses if start < noticed and end > began)]
+    return [over - began, usual, max(end - start for start, end in pauses if start < over and end > began)]
 
 
-async def read(client: AsyncClient, number: int, at: list[float]) -> None:
+async def _read(client: AsyncClient, number: int, at: list[float]) -> None:
     """A stream; `at`: when its messages came."""
     stream = client.generate("It is a truth", max_tokens=400, ignore_eos=True, seed=number)
     async for _ in stream:
