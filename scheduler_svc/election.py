@@ -149,7 +149,8 @@ class Election:
             self._decide(now)
 
     def workers(self, now: float, *, connected: bool, complete: bool, held: bool) -> None:
-        """Whether any worker is connected, all are, and whether any has refused because another scheduler has it."""
+        """Whether any worker is connected, all are, and whether any has refused because another scheduler has it. Said
+        at least every TICK_S: time passes by it."""
         self._connected, self._complete, self._held = connected, complete, held
         self._connected_since = (self._connected_since or now) if connected else None
         self._held_since = (self._held_since or now) if held else None
@@ -159,10 +160,6 @@ class Election:
         """No worker has come for so long that waiting requests were ended: perhaps a peer has more luck."""
         if self.dials and any(peer.claim and peer.claim.candidate for _, peer in self._live(now)):
             self._step_down(now, rest=True)
-
-    def tick(self, now: float) -> None:
-        """At least every TICK_S."""
-        self._decide(now)
 
     # Decisions.
 

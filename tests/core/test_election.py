@@ -4,6 +4,7 @@ do not agree. The world knows nothing of how an election decides; it gives event
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -95,8 +96,8 @@ class World:
             self.step()
 
     def _turn(self, node: Node) -> None:
-        """One turn of a process's loop, in any order: peers' messages, its workers, its timer."""
-        parts = [self._receive, self._dial, lambda node: node.election.tick(self.now + node.offset)]
+        """One turn of a process's loop, in any order: peers' messages, its workers."""
+        parts = [self._receive, self._dial]
         self.rng.shuffle(parts)
         for part in parts:
             part(node)
@@ -219,15 +220,16 @@ def test_who_was_stopped_becomes_the_standby(seed: int) -> None:
 def test_one_that_was_stopped_listens_before_it_judges() -> None:
     """All that it knows is old: it gives a peer as long as when it starts."""
     election = Election(1, PEER_TIMEOUT_S, 0.0, alone=False)
+    tick = partial(election.workers, connected=False, complete=False, held=False)
     election.addresses(["peer"], 0.0)
     election.heard("peer", Claim(2, leading=True, serving=True, term=1), 0.1)
     assert election.role is Role.STANDBY
-    election.tick(100.0)
+    tick(100.0)
     assert not election.dials
-    for tick in range(100, 100 + round(PEER_TIMEOUT_S / TICK_S)):
-        election.tick(100.0 + (tick - 100) * TICK_S)
+    for turn in range(round(PEER_TIMEOUT_S / TICK_S)):
+        tick(100.0 + turn * TICK_S)
         assert not election.dials
-    election.tick(100.0 + PEER_TIMEOUT_S)
+    tick(100.0 + PEER_TIMEOUT_S)
     assert election.dials
 
 
