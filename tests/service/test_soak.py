@@ -1,6 +1,7 @@
 """A short soak: mixed work, and most kinds of faults. `make soak` is longer, and so is `python -m bench.soak` alone."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ def test_every_request_ends_once_as_in_the_undisturbed_run(tmp_path: Path) -> No
     command = [sys.executable, "-m", "bench.soak", "--seconds", str(SECONDS), "--json", str(tmp_path / "report")]
     ended = subprocess.run([*command, "--clients", "8"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^\d:\d\d/\d:\d\d .* requests, .* faults, last .* lost 0, wrong 0$", ended.stderr, re.MULTILINE)
     report = json.loads((tmp_path / "report").read_text())
     assert report["problems"] == []
     assert report["tally"]["ends"].keys() <= {"complete", "aborted", "left", "late"}
