@@ -23,6 +23,7 @@ from scheduler_svc.peers import claim_to_pb
 from scheduler_svc.queue_clock import QueueClock
 from scheduler_svc.worker_client import Misfit
 from scheduler_svc.worker_groups import WorkerGroups
+from scheduler_svc.worker_probe import WorkerProbe
 from shared.errors import Aborted, QueueFull, StartupError, TandemError, Unavailable
 from shared.pb import core_pb2
 from shared.pb.generation_pb2 import GetStatsResponse, RequestStats
@@ -58,7 +59,7 @@ class Engine:
         self._frontends = FrontendLinks(self)
         self._cache = CacheReporter(self._frontends.tell_cache)
         self.workers = WorkerGroups(config, self, instance=instance)
-        self._leadership = Leadership(config, scheduler, self.workers, self)
+        self._leadership = Leadership(config, scheduler, self.workers, WorkerProbe(config, self._fits), self)
         self._due: set[int] = set()
         self._gathering: set[int] = set()
         """Groups with a timer that ends a wait for masks."""
@@ -268,6 +269,10 @@ class Engine:
                 self.broke(Outgrown(f"none is left of the workers that served; {endpoint} {problem}"))
             raise Misfit(problem)
 
+    def _fits(self, description: WorkerDescription) -> bool:
+        """Whether this scheduler could use such a worker."""
+        return not description.draining and not foreign(description, self._config, self._fingerprint)
+
     @property
     def _running_core(self) -> Scheduler:
         assert self._core is not None, "a group opens only after it was described"
@@ -327,7 +332,6 @@ class Engine:
         elif now - self._without_worker_since > self._config.worker_loss_timeout:
             waited = f"{self._config.worker_loss_timeout:g} s"
             self._end_all(Unavailable(f"no worker for {waited}: the scheduler's log says why; try again later"))
-            self._leadership.without_workers()
 
     def _end_all(self, error: TandemError) -> None:
         for key in self._early.all_keys():

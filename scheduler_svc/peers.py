@@ -89,6 +89,7 @@ def claim_from_pb(state: peer_pb2.PeerState) -> Claim:
         serving=state.serving,
         candidate=state.candidate,
         term=state.term,
+        reaching=state.reaching,
     )
 
 
@@ -100,4 +101,5 @@ def claim_to_pb(claim: Claim) -> peer_pb2.PeerState:
         serving=claim.serving,
         candidate=claim.candidate,
         term=claim.term,
+        reaching=claim.reaching,
     )

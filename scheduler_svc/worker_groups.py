@@ -52,6 +52,11 @@ class WorkerGroups:
         """Whether another scheduler has any."""
         return any(link.is_held for link in self.links.values())
 
+    @property
+    def any_answers(self) -> bool:
+        """Whether any that fits has answered when it was dialled last, whoever has it."""
+        return any(link.description is not None for link in self.links.values())
+
     async def run(self) -> None:
         """Dials until cancelled, and lets go of every group then; may be called again. Raises what ends a link."""
         self._failed = asyncio.get_running_loop().create_future()
@@ -67,7 +72,7 @@ class WorkerGroups:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
             for link in self.links.values():
-                link.is_held = False
+                link.is_held, link.description = False, None
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

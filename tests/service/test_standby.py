@@ -246,6 +246,17 @@ def test_all_links_of_the_active_one_are_cut(pair: Pair, undisturbed: list[objec
     assert pair.active is successor is not active
 
 
+def test_a_leader_that_reaches_no_worker_gives_way_to_a_peer_that_does(pair: Pair, undisturbed: list[object]) -> None:
+    """They hear each other all the while."""
+    active = pair.active
+    link = pair.links[active]["worker"]
+    under_load(pair, undisturbed, link.refuse)
+    pair.until("both", "ready")
+    successor = pair.active
+    link.mend()
+    assert pair.active is successor is not active
+
+
 def test_a_leader_that_its_peer_does_not_hear_keeps_the_worker(pair: Pair, undisturbed: list[object]) -> None:
     """The worker tells the peer that somebody lives, for longer than it tries. Clients that ask there are sent on."""
     active, standby = pair.active, pair.standby
