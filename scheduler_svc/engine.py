@@ -257,6 +257,8 @@ class Engine:
         Raises Misfit where this group can't serve, StartupError where it is the only one that there will ever be.
         """
         endpoint = self.workers.links[group].endpoint
+        if (twin := self.workers.twin(group, description)) is not None:
+            raise Misfit(f"is the same worker as {twin.endpoint}: name it once in --workers")
         if problem := foreign(description, self._config, self._fingerprint):
             alone = len(self._config.workers) == 1 and not is_name(self._config.workers[0])
             raise StartupError(f"worker {endpoint} {problem}") if alone and self._core is None else Misfit(problem)

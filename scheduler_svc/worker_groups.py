@@ -14,6 +14,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.worker_client import WorkerLink, WorkerListener
 from shared.dialer import Dialer
 from shared.resolve import follow, is_name, named
+from shared.types import WorkerDescription
 
 _log = structlog.get_logger(__name__)
 
@@ -56,6 +57,17 @@ class WorkerGroups:
     def any_answers(self) -> bool:
         """Whether any that fits has answered when it was dialled last, whoever has it."""
         return any(link.description is not None for link in self.links.values())
+
+    def twin(self, group: int, description: WorkerDescription) -> WorkerLink | None:
+        """Another group's link to the very worker that answers to this one."""
+        for link in self.links.values():
+            if (
+                link.group != group
+                and link.description is not None
+                and 0 != link.description.worker == description.worker
+            ):
+                return link
+        return None
 
     async def run(self) -> None:
         """Dials until cancelled, and lets go of every group then; may be called again. Raises what ends a link."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 from pathlib import Path
 
 import structlog
@@ -186,4 +187,5 @@ def _describe(config: WorkerConfig, model: ModelConfig, runner: Runner) -> Worke
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=__version__,
         attention=runner.attention,
+        worker=secrets.randbits(64),
     )

@@ -16,11 +16,13 @@ from scheduler_svc.engine import Engine, Outgrown
 from scheduler_svc.worker_client import Misfit
 from shared.errors import StartupError
 from shared.framing import read_message, write_message
-from shared.pb import core_pb2
+from shared.pb import core_pb2, worker_pb2_grpc
 from shared.ports import find_free
 from shared.types import StepPlan, StepResult, WorkerDescription
+from shared.wire import description_to_pb
 from tandem.models import model_folder
 from tests.patience import PATIENCE_S
+from tests.service.test_worker_client import Worker
 
 
 class Peer:
@@ -63,9 +65,9 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def served(
-    folder: Path, *, groups: int = 1, **settings: float
+    folder: Path, *, groups: int = 1, workers: tuple[str, ...] = (), **settings: float
 ) -> AsyncIterator[tuple[Engine, Peer, asyncio.Task[None]]]:
-    workers = tuple(f"127.0.0.1:{find_free('127.0.0.1')}" for _ in range(groups))
+    workers = workers or tuple(f"127.0.0.1:{find_free('127.0.0.1')}" for _ in range(groups))
     engine = Engine(
         SchedulerConfig(model=model_folder("tiny"), workers=workers, **settings),
         "",
@@ -250,6 +252,34 @@ def test_a_worker_that_never_comes_holds_nobody_up(tmp_path: Path) -> None:
         async with served(tmp_path, groups=2) as (engine, peer, _):
             peer.submit(1, bytes(4 * 20), max_tokens=1)
             await Wire(engine, 0, EIGHT_TOKENS).planned(1)
+
+    asyncio.run(scenario())
+
+
+class IdleWorker(Worker):
+    """Says who it is."""
+
+    async def Describe(self, request, context):
+        return description_to_pb(described(worker=5))
+
+
+def test_one_worker_under_two_names_is_one_group(tmp_path: Path) -> None:
+    """Else each would take it from the other."""
+
+    async def scenario() -> None:
+        server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(IdleWorker({}, 10**6), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        names = (f"127.0.0.1:{port}", f"localhost:{port}")
+        async with served(tmp_path, workers=names) as (engine, _, _), asyncio.timeout(PATIENCE_S):
+            links = engine.workers.links.values()
+            while [link.is_connected for link in links].count(True) != 1 or not any(link.is_refused for link in links):
+                await asyncio.sleep(0.01)
+            (group,) = [group for group in engine.state().groups if group.refused]
+            (other,) = {*names} - {group.endpoint}
+            assert group.problem == f"is the same worker as {other}: name it once in --workers"
+        await server.stop(0)
 
     asyncio.run(scenario())
 
