@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import structlog
 from grpc import aio
 
 from scheduler_svc.config import SchedulerConfig
@@ -15,8 +16,11 @@ from scheduler_svc.election import Claim, Election
 from shared.dialer import Dialer
 from shared.pb import peer_pb2, peer_pb2_grpc
 from shared.resolve import follow, is_name, named
+from shared.tls import explained
 
 REDIAL_S = 0.2
+
+_log = structlog.get_logger(__name__)
 
 
 class Peers:
@@ -56,11 +60,16 @@ class Peers:
         self._heard()
 
     async def _listen(self, address: str, dialer: Dialer) -> None:
+        reported = ""
         while True:
             channel = dialer.channel(address)
             try:
                 await self._follow(address, peer_pb2_grpc.PeerServiceStub(channel))
-            except aio.AioRpcError:
+            except aio.AioRpcError as error:
+                reason = explained(error.details() or "", dialer.security)
+                if reason != reported:
+                    _log.warning("no peer", endpoint=address, reason=reason)
+                reported = reason
                 self._election.unreachable(address, time.monotonic())
                 self._heard()
             except TimeoutError:

@@ -13,12 +13,12 @@ _FAILED = "failed to connect"
 _HINTS = (
     ("certificate has expired", "the server's certificate has expired"),
     ("certificate is not yet valid", "the server's certificate is not valid yet: compare the clocks"),
-    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by an authority of --tls-ca"),
+    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by an authority of {ca}"),
     (
         "Hostname Verification",
         "the server's certificate is for another name: dial that one, or give it as --tls-server-name",
     ),
-    ("WRONG_VERSION_NUMBER", "the server speaks plain text: leave --tls-ca out"),
+    ("WRONG_VERSION_NUMBER", "the server speaks plain text: leave {ca} out"),
 )
 """What gRPC reports of a handshake, and what a person can do about it; the first one counts."""
 _CLOSED = "Socket closed"
@@ -51,7 +51,7 @@ def explained(details: str, security: ClientSecurity) -> str:
     """What gRPC says of a failed call of such a client, in words that say what to do where TLS is why."""
     if not details.startswith(_FAILED):
         return details
-    hint = next((hint for found, hint in _HINTS if found in details), None)
+    hint = next((hint.format(ca=security.ca_flag) for found, hint in _HINTS if found in details), None)
     if hint is None and _CLOSED in details:
         hint = _why_closed(security)
     return details if hint is None else f"{hint} ({details})"
