@@ -18,6 +18,7 @@ from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.tracing import require_tracing
 from scheduler_svc.metrics_hub import MetricsHub
 from scheduler_svc.watchdog import watch_core, watch_frontend
+from shared.certificates import Certificates
 from shared.dialer import Dialer
 from shared.errors import StartupError
 from shared.metrics import serve_metrics
@@ -50,7 +51,9 @@ async def run(config: SchedulerConfig) -> int:
         require_tracing()
     with stop_signals() as stopped, scratch_folder() as folder:
         family = Supervisor()
-        socket_path, metrics_socket = _socket_path(folder, "core.sock"), await _serve_metrics(config, folder)
+        certificates = Certificates(config)
+        socket_path = _socket_path(folder, "core.sock")
+        metrics_socket = await _serve_metrics(config, folder, certificates)
         arguments = ["--config", to_json(config), "--scheduler", str(secrets.randbits(64)), "--socket", socket_path]
         arguments += ["--metrics-socket", str(metrics_socket)] if metrics_socket else []
         family.start("core", "scheduler_svc.core_process", arguments)
@@ -58,6 +61,7 @@ async def run(config: SchedulerConfig) -> int:
         for number, frontend in enumerate(frontends):
             family.start(f"frontend-{number}", "scheduler_svc.frontend.main", ["--config", to_json(frontend)])
         watching = [asyncio.create_task(dog) for dog in _watchdogs(config, family, socket_path, frontends)]
+        watching.append(asyncio.create_task(certificates.watch()))
         announcement = f"tandem scheduler ready on {address(config.host, config.port)} (model {name})"
         failed = await family.run(stopped, _until_ready(frontends), announcement)
         for dog in watching:
@@ -78,14 +82,14 @@ def _check_security(config: SchedulerConfig) -> None:
             _log.warning("tokens cross the network in plain text: give --tls-cert and --tls-key", host=config.host)
 
 
-async def _serve_metrics(config: SchedulerConfig, folder: Path) -> Path | None:
+async def _serve_metrics(config: SchedulerConfig, folder: Path, certificates: Certificates) -> Path | None:
     """The socket that takes the children's metrics, if there is an endpoint to tell them."""
     if config.metrics_port is None:
         return None
     require_free(config.host, config.metrics_port, port_flag="--metrics-port")
     path, hub = _socket_path(folder, "stat.sock"), MetricsHub()
     await hub.serve(path)
-    serve_metrics(config.host, config.metrics_port, hub.read)
+    serve_metrics(config.host, config.metrics_port, hub.read, certificates.metrics)
     return Path(path)
 
 

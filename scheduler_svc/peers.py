@@ -31,7 +31,7 @@ class Peers:
         self._config = config
         self._election = election
         self._heard = heard
-        self._dialers = {target: Dialer(named(config.peer_security, target)) for target in config.peers}
+        self._dialers = {target: Dialer(named(config.peer_security, target), as_child=True) for target in config.peers}
         self._found = {target: [target] for target in config.peers if not is_name(target)}
         """Addresses by target, as last resolved."""
         self._listeners: dict[str, asyncio.Task[None]] = {}

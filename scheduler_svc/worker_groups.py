@@ -27,12 +27,12 @@ class WorkerGroups:
         self._config = config
         self._listener = listener
         self._instance = instance
-        self._dialer = Dialer(config.worker_security)
+        self._dialer = Dialer(config.worker_security, as_child=True)
         self._numbers = itertools.count()
         self._fixed = [target for target in config.workers if not is_name(target)]
         self._found: dict[str, list[str]] = {target: [] for target in config.workers if is_name(target)}
         """Addresses by name, as last resolved."""
-        self._dialers = {name: Dialer(named(config.worker_security, name)) for name in self._found}
+        self._dialers = {name: Dialer(named(config.worker_security, name), as_child=True) for name in self._found}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
         for endpoint in self._fixed:

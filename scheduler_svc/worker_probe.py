@@ -29,7 +29,9 @@ class WorkerProbe:
         self.reaches = False
         """Any answered in the last round, and fits."""
         self._fits = fits
-        self._dialers = {target: Dialer(named(config.worker_security, target)) for target in config.workers}
+        self._dialers = {
+            target: Dialer(named(config.worker_security, target), as_child=True) for target in config.workers
+        }
         self._wanted = asyncio.Event()
 
     def want(self, wanted: bool) -> None:

@@ -3,6 +3,7 @@
 import os
 import ssl
 from datetime import UTC, datetime
+from functools import partial
 
 import grpc
 
@@ -11,7 +12,7 @@ from shared.security import ClientSecurity, File, ServerSecurity, flag
 
 _FAILED = "failed to connect"
 _HINTS = (
-    ("certificate has expired", "the server's certificate has expired"),
+    ("certificate has expired", "the server's certificate has expired, or its authority in {ca}"),
     ("certificate is not yet valid", "the server's certificate is not valid yet: compare the clocks"),
     ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not signed by an authority of {ca}"),
     (
@@ -25,26 +26,31 @@ _CLOSED = "Socket closed"
 """All that gRPC reports where the server ends the handshake, or the connection before there is one."""
 
 
-def server_credentials(security: ServerSecurity) -> grpc.ServerCredentials | None:
+def server_credentials(security: ServerSecurity, *, as_child: bool = False) -> grpc.ServerCredentials | None:
     """Read again for every handshake, so that new certificates and authorities count from the next one on.
 
-    None for plain text. Raises StartupError for files that can't be used.
+    None for plain text. Raises StartupError for files that can't be used. `as_child`: the parent of this process has
+    started with them, so that one which takes the place of another takes what has expired meanwhile, too: with
+    nobody in its place the other files, and the streams that run, would be of no use either.
     """
     if security.tls_cert is None:
         return None
-    files = Reloaded(_flags(security, "tls_cert", "tls_key", "tls_client_ca"), _server_configuration)
+    first = partial(_server_configuration, dated=not as_child)
+    files = Reloaded(_flags(security, "tls_cert", "tls_key", "tls_client_ca"), _server_configuration, first)
     return grpc.dynamic_ssl_server_credentials(files.get(), files.get, security.tls_client_ca is not None)
 
 
-def channel_credentials(security: ClientSecurity) -> Reloaded[grpc.ChannelCredentials] | None:
+def channel_credentials(
+    security: ClientSecurity, *, as_child: bool = False
+) -> Reloaded[grpc.ChannelCredentials] | None:
     """A channel keeps those that it was made with: new ones need a new channel.
 
-    None for plain text. Raises StartupError for files that can't be used.
+    None for plain text. Raises StartupError for files that can't be used. `as_child`: see server_credentials.
     """
     if security.tls_ca is None:
         return None
     files = {security.ca_flag: security.tls_ca, **_flags(security, "tls_cert", "tls_key")}
-    return Reloaded(files, _channel_credentials)
+    return Reloaded(files, _channel_credentials, partial(_channel_credentials, dated=not as_child))
 
 
 def explained(details: str, security: ClientSecurity) -> str:
@@ -70,22 +76,24 @@ def _flags(security: ServerSecurity | ClientSecurity, *names: str) -> dict[str, 
 
 
 def _server_configuration(
-    certificate: bytes, key: bytes, client_ca: bytes | None
+    certificate: bytes, key: bytes, client_ca: bytes | None, *, dated: bool = True
 ) -> grpc.ServerCertificateConfiguration:
-    _check_pair(certificate, key)
+    _check_pair(certificate, key, dated)
     if client_ca is not None:
         _check_authorities(client_ca)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
 
 
-def _channel_credentials(ca: bytes, certificate: bytes | None, key: bytes | None) -> grpc.ChannelCredentials:
+def _channel_credentials(
+    ca: bytes, certificate: bytes | None, key: bytes | None, *, dated: bool = True
+) -> grpc.ChannelCredentials:
     _check_authorities(ca)
     if certificate is not None and key is not None:
-        _check_pair(certificate, key)
+        _check_pair(certificate, key, dated)
     return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
-def _check_pair(certificate: bytes, key: bytes) -> None:
+def _check_pair(certificate: bytes, key: bytes, dated: bool) -> None:
     """gRPC would tell of a bad pair only in handshakes. OpenSSL reads files alone; this one is in memory."""
     handle = os.memfd_create("tls")
     try:
@@ -95,7 +103,8 @@ def _check_pair(certificate: bytes, key: bytes) -> None:
         raise ValueError(f"no certificate and private key in PEM that belong together ({error.reason})") from None
     finally:
         os.close(handle)
-    _check_dates(certificate)
+    if dated:
+        _check_dates(certificate)
 
 
 def _check_dates(chain: bytes) -> None:

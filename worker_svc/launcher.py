@@ -7,6 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+from shared.certificates import Certificates
 from shared.errors import StartupError, TandemError
 from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
@@ -55,15 +56,17 @@ async def launch(config: WorkerConfig) -> None:
         Tokens(config.token_file)
     with stop_signals() as stopped, scratch_folder() as folder:
         cells = create_cells(folder / "progress", config.tensor_parallel)
-        stats = create_stats(folder / "stats")
+        stats, certificates = create_stats(folder / "stats"), Certificates(config)
         if config.metrics_port is not None:
-            serve_metrics(config.host, config.metrics_port, stats.metrics)
+            serve_metrics(config.host, config.metrics_port, stats.metrics, certificates.metrics)
+        watching = asyncio.create_task(certificates.watch())
         ranks = [_spawn(config, rank, folder) for rank in range(config.tensor_parallel)]
         try:
             await _watch(ranks, cells, config.step_timeout, folder, stopped)
             stopped.clear()
             await _stop(ranks[0], config.drain_timeout + _EXIT_S, stopped)
         finally:
+            watching.cancel()
             kill(ranks)
 
 

@@ -52,7 +52,7 @@ class WorkerServer:
         self._servicer = WorkerServicer(config.lease_timeout)
         self._health = health.aio.HealthServicer()
         self._threads: StepThreads | None = None
-        self._credentials = server_credentials(config)
+        self._credentials = server_credentials(config, as_child=True)
         interceptors = []
         if config.token_file is not None:
             interceptors.append(Authentication(Tokens(config.token_file, SHOWN_BY), OPERATORS_ONLY))

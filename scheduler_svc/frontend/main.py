@@ -87,7 +87,7 @@ class Frontend:
         self.service = GenerationService(model, defaults, *parts, fair_by=config.fair_by)
         thinks = self._prompts.thoughts.end is not None
         self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health, thinks=thinks)
-        self._credentials = server_credentials(config)
+        self._credentials = server_credentials(config, as_child=True)
         self._server = self._make_server()
         self._health_server = make_server(share_port=True)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._health_server)

@@ -16,12 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
+from prometheus_client.utils import floatToGoString
 
 from shared.ports import find_free
 from shared.rpc import until_serving
 from tandem import AsyncClient, Client, ClientSecurity, Completion, PermissionDenied, Unauthenticated, Unavailable
 from tests.patience import PATIENCE_S
-from tests.security.authority import Authority
+from tests.security.authority import LONG_AGO, Authority
 
 PROMPT = "Xyzzy and plugh are words that no other test has, and this is long enough for some blocks of sixteen tokens"
 BLOCK_SIZE = 16
@@ -114,6 +115,10 @@ class Secured:
             "token_file": f"{name}.token",
         }
 
+    def metrics(self, name: str) -> str:
+        url = f"http://127.0.0.1:{self.ports[f'{name} metrics']}/metrics"
+        return str(urllib.request.urlopen(url, timeout=PATIENCE_S).read().decode())
+
     def client(self, name: str = "operator", **options: Any) -> Client:
         return Client(self.endpoint, security=self.security(name), **options)
 
@@ -194,6 +199,26 @@ def test_authorities_certificates_and_tokens_change_under_load_and_nothing_is_lo
     trusting = ClientSecurity(tls_ca=old, tls_cert=secured.security().tls_cert, tls_key=secured.security().tls_key)
     with Client(secured.endpoint, security=trusting) as client, pytest.raises(Unavailable, match="--tls-ca"):
         client.load()
+
+
+def test_who_is_started_again_while_the_file_holds_an_expired_certificate_starts(secured: Secured) -> None:
+    """Nobody new gets in, but the next certificate is served; until then metrics tell, and the log says why."""
+    ends = "tandem_tls_certificate_expiry_timestamp_seconds{flag="
+    secured.outer.sign("scheduler", **LONG_AGO)
+    children = psutil.Process(secured.processes["scheduler"].pid).children()
+    for child in children:
+        child.kill()
+    psutil.wait_procs(children, timeout=PATIENCE_S)
+    with secured.client(resume_timeout=0) as client, pytest.raises(Unavailable):
+        client.load()
+    assert f'{ends}"--tls-cert"}} {floatToGoString(LONG_AGO["not_after"].timestamp())}' in secured.metrics("scheduler")
+    probed = until_serving(f"127.0.0.1:{secured.ports['health']}", "liveness")
+    asyncio.run(asyncio.wait_for(probed, PATIENCE_S))
+    secured.sign()
+    with secured.client() as client:
+        assert client.complete("and", max_tokens=1).text
+    for name in ("scheduler", "worker"):
+        assert {f'{ends}"--{file}"' in secured.metrics(name) for file in ("tls-cert", "tls-client-ca")} == {True}
 
 
 def test_a_tenant_neither_finds_nor_times_what_another_one_cached(secured: Secured) -> None:
@@ -280,12 +305,11 @@ def test_processes_tell_nothing_of_secrets_and_let_no_other_user_in(secured: Sec
     ]
     seen = secured.log.read_text() + "".join(str((child.cmdline(), child.environ())) for child in children)
     for name in ("worker", "scheduler"):
-        url = f"http://127.0.0.1:{secured.ports[f'{name} metrics']}/metrics"
-        seen += urllib.request.urlopen(url, timeout=PATIENCE_S).read().decode()
+        seen += secured.metrics(name)
     keys = [file.read_text().splitlines()[1] for file in secured.folder.glob("*.key")]
     for secret in (*secured.tokens.values(), *keys, "Xyzzy", "plugh", "Once upon", answer, repr(answer)[1:-1]):
         assert secret not in seen
-    assert '"request"' in seen and "tandem_" in seen, "requests are logged and counted"
+    assert '"request"' in seen and "tandem_requests_total" in seen, "requests are logged and counted"
     private = list(secured.folder.glob(".tandem-*/core.sock"))
     assert private
     for socket in private:
