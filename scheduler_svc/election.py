@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from scheduler_svc.claim import Claim
+
 TICK_S = 0.1
 """Between two ticks."""
 ASLEEP_S = 1.0
@@ -39,34 +41,6 @@ class Role(Enum):
     """It dials the workers; another one may still hold some. Requests wait."""
     LEADING = "leading"
     """Requests are served, or wait for workers that come back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a scheduler says of itself."""
-
-    scheduler: int
-    """Its id."""
-    leading: bool = False
-    """It dials the workers."""
-    serving: bool = False
-    """It holds at least one, and none that it knows of is in other hands."""
-    candidate: bool = True
-    """It would lead."""
-    term: int = 0
-    """The number of its claim; of the last one that it has heard of where it does not lead."""
-    reaching: bool = False
-    """A worker that it could use answers it, whoever has it."""
-
-    @property
-    def strength(self) -> tuple[bool, int, int]:
-        """Of two that lead, the greater one goes on."""
-        return self.serving, self.term, -self.scheduler
-
-    @property
-    def precedence(self) -> tuple[bool, int]:
-        """Of two candidates, the greater one claims."""
-        return self.reaching, -self.scheduler
 
 
 @dataclass(slots=True)

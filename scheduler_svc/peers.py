@@ -11,8 +11,9 @@ from functools import partial
 import structlog
 from grpc import aio
 
+from scheduler_svc.claim import Claim
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.election import Claim, Election
+from scheduler_svc.election import Election
 from shared.dialer import Dialer
 from shared.pb import peer_pb2, peer_pb2_grpc
 from shared.resolve import follow, is_name, named

@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from scheduler_svc.election import ASLEEP_S, CONTEST_S, SETTLE_S, TICK_S, YIELD_S, Claim, Election, Role
+from scheduler_svc.claim import Claim
+from scheduler_svc.election import ASLEEP_S, CONTEST_S, SETTLE_S, TICK_S, YIELD_S, Election, Role
 
 PEER_TIMEOUT_S = 2.0
 LEASE_S = 3.0
