@@ -37,7 +37,7 @@ from scheduler_svc.snapshots import push
 from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
 from shared.pb import generation_pb2_grpc, peer_pb2_grpc
-from shared.ports import LOOPBACK
+from shared.ports import unix_endpoint
 from shared.process import STARTUP_FAILED, die_with_parent, raise_file_limit, stop_signals
 from shared.rpc import listen, make_server
 from shared.settings import from_json
@@ -122,7 +122,8 @@ class Frontend:
         """Listens and connects to the core. Raises StartupError if a port is taken."""
         config = self._config
         self.port = listen(self._server, config.host, config.port, self._credentials)
-        listen(self._health_server, LOOPBACK, config.own_health_port)
+        if config.health_socket is not None:
+            self._health_server.add_insecure_port(unix_endpoint(config.health_socket))
         if config.health_port is not None:
             listen(self._health_server, config.host, config.health_port)
         for background in (self.link.run(), self._health.run()):
