@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import click
+import typer
 from typer.main import get_command
 
 from scheduler_svc.config import SchedulerConfig
@@ -23,6 +23,8 @@ from worker_svc.config import WorkerConfig
 SETTINGS = {"scheduler": SchedulerConfig, "worker": WorkerConfig}
 OF_LIBRARIES = {"HOME": "where Triton and torch keep what they compile"}
 REFERENCE = re.compile(r"\$\((\w+)\)")
+UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
+"""Of typer, or of the click beneath it, as its version has it."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,14 +37,12 @@ def programs_take_their_arguments(things: Things) -> Iterator[str]:
         )
         try:
             parse(words)
-        except click.ClickException as error:
-            yield f"{pod.main.name}: {error.format_message()}"
-        except StartupError as error:
+        except (UsageError, StartupError) as error:
             yield f"{pod.main.name}: {error}"
 
 
 def parse(words: list[str]) -> SchedulerConfig | WorkerConfig:
-    """The settings of `tandem` with these words. Raises ClickException and StartupError."""
+    """The settings of `tandem` with these words. Raises UsageError and StartupError."""
     name, *rest = words
     command = get_command(app).commands[name]  # type: ignore[attr-defined]
     options = command.make_context(name, rest).params
