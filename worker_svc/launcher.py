@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,13 +41,9 @@ async def launch(config: WorkerConfig) -> None:
     check_model(config, model)
     _check_ports_and_files(config)
     with stop_signals() as stopped, scratch_folder() as folder:
-        async with contextlib.AsyncExitStack() as stack:
-            health = await _serve_health(config, stack)
+        async with _health(config) as health:
             meeting = await _meet(config, model, stopped)
             if meeting is not None:
-                stats = create_stats(folder / "stats")
-                if config.metrics_port is not None and config.node_rank == 0:
-                    serve_metrics(config.host, config.metrics_port, stats.metrics)
                 await _run(config, meeting, folder, stopped, health)
 
 
@@ -62,14 +58,18 @@ def _check_ports_and_files(config: WorkerConfig) -> None:
         Tokens(config.token_file)
 
 
-async def _serve_health(config: WorkerConfig, stack: contextlib.AsyncExitStack) -> NodeHealth | None:
+@contextlib.asynccontextmanager
+async def _health(config: WorkerConfig) -> AsyncIterator[NodeHealth | None]:
     """None on node 0, where rank 0 answers probes."""
     if config.node_rank == 0:
-        return None
+        yield None
+        return
     health = NodeHealth(config)
-    stack.push_async_callback(health.stop)
     await health.start()
-    return health
+    try:
+        yield health
+    finally:
+        await health.stop()
 
 
 async def _meet(config: WorkerConfig, model: ModelConfig, stopped: asyncio.Event) -> Meeting | None:
@@ -90,6 +90,9 @@ async def _run(
     config: WorkerConfig, meeting: Meeting, folder: Path, stopped: asyncio.Event, health: NodeHealth | None
 ) -> None:
     node = Node(config, meeting.links, folder, health)
+    stats = create_stats(folder / "stats")
+    if config.metrics_port is not None and config.node_rank == 0:
+        serve_metrics(config.host, config.metrics_port, stats.metrics)
     try:
         environment = rank_environment(config.threads, meeting.links[0].peer_host if meeting.links else None)
         for rank in config.ranks:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 from enum import StrEnum
+from time import monotonic
 from typing import Any, TypeAlias
 
 from shared.errors import TandemError
@@ -16,6 +17,7 @@ Body: TypeAlias = dict[str, Any]
 
 _BEAT_S = 1.0
 _BEATS = 4  # at least, within the time that a silent node has
+_ASLEEP_S = 1.0  # that a beat of one's own may be late
 
 
 class NodeLost(TandemError):
@@ -50,6 +52,7 @@ class NodeLink:
         self._writer = writer
         self._timeout_s = timeout_s
         self._news = asyncio.Event()
+        self._slept_until = 0.0
         self._tasks = [asyncio.create_task(run()) for run in (self._read, self._beat)]
 
     def say(self, kind: Kind, **body: Any) -> None:
@@ -84,16 +87,29 @@ class NodeLink:
                 await self._writer.wait_closed()
 
     async def _beat(self) -> None:
+        pause_s = min(_BEAT_S, self._timeout_s / _BEATS)
         while True:
             self.say(Kind.BEAT)
-            await asyncio.sleep(min(_BEAT_S, self._timeout_s / _BEATS))
+            began = monotonic()
+            await asyncio.sleep(pause_s)
+            if monotonic() - began > pause_s + _ASLEEP_S:
+                self._slept_until = monotonic()
+
+    async def _line(self) -> bytes:
+        """Raises TimeoutError after silence in which this process has turned: while it is stopped it hears nobody."""
+        while True:
+            began = monotonic()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await self._reader.readline()
+            except TimeoutError:
+                if self._slept_until < began:
+                    raise
 
     async def _read(self) -> None:
         try:
             while True:
-                async with asyncio.timeout(self._timeout_s):
-                    line = await self._reader.readline()
-                if not line:
+                if not (line := await self._line()):
                     self.lost = "has closed its connection: it has ended"
                     return
                 message = json.loads(line)

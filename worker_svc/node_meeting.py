@@ -138,7 +138,6 @@ async def _join(config: WorkerConfig, terms: Mapping[str, str]) -> Meeting:
 async def _try(config: WorkerConfig, terms: Mapping[str, str], waiting: _Waiting) -> Meeting:
     """Raises OSError and NodeLost, after which another try may help, and StartupError."""
     link = await _dial(config)
-    started = False
     try:
         link.say(Kind.HELLO, node_rank=config.node_rank, terms=terms)
         waiting.tell(f"node 0 at {_master(config)} is there, not yet all others")
@@ -148,11 +147,10 @@ async def _try(config: WorkerConfig, terms: Mapping[str, str], waiting: _Waiting
             raise StartupError(f"node 0 at {_master(config)} refuses this node: {said['reason']}")
         if kind is Kind.BUSY:
             raise NodeLost(said["reason"])
-        started = True
         return Meeting(Store(link.peer_host, said["port"], said["epoch"], config.nnodes), [link])
-    finally:
-        if not started:
-            await link.close()
+    except BaseException:
+        await link.close()
+        raise
 
 
 async def _dial(config: WorkerConfig) -> NodeLink:
