@@ -91,8 +91,8 @@ async def _run(
 ) -> None:
     node = Node(config, meeting.links, folder, health)
     stats = create_stats(folder / "stats")
-    if config.metrics_port is not None and config.node_rank == 0:
-        serve_metrics(config.host, config.metrics_port, stats.metrics)
+    if config.metrics_port is not None:  # whoever scrapes all pods of a group finds them alive, and counts steps once
+        serve_metrics(config.host, config.metrics_port, list if config.node_rank else stats.metrics)
     try:
         environment = rank_environment(config.threads, meeting.links[0].peer_host if meeting.links else None)
         for rank in config.ranks:
