@@ -11,7 +11,7 @@ INSTALL := install --quiet --no-compile
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types stubs protos core unit service manifests fuzz soak audit clean
+.PHONY: demo test lint types stubs protos core unit service test-net manifests fuzz soak audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
@@ -60,11 +60,15 @@ core: $(VENV)-scheduler/.runs
 
 # Tests of every other part alone.
 unit: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service
+	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service --ignore tests/net
 
-# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services.
+# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services; the longest goes first.
 service: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist loadfile tests/service
+	$(BIN)/python -m pytest -n auto --dist loadfile tests/net tests/service
+
+# The part of these that cuts networks: prints what each fault cost. Needs root, for network namespaces; skipped without.
+test-net: $(VENV)/.develops
+	$(BIN)/python -m pytest tests/net
 
 # Tests of deploy/k8s alone. Without their tools, which need npm, `make test` skips them.
 manifests: $(VENV)/.develops $(MANIFESTS)/.runs

@@ -4,10 +4,12 @@ A rule takes all objects of a rendered overlay and gives sentences about what is
 """
 
 import ast
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import typer
 from typer.main import get_command
@@ -16,7 +18,7 @@ from scheduler_svc.config import SchedulerConfig
 from shared.errors import StartupError
 from tandem.cli import app
 from tandem.options import settings_from
-from tests.kubernetes.pods import Container, of_kind, pods
+from tests.kubernetes.pods import LWS, Container, Pod, of_kind, pods
 from tests.kubernetes.rendered import Things
 from worker_svc.config import WorkerConfig
 
@@ -36,18 +38,44 @@ def programs_take_their_arguments(things: Things) -> Iterator[str]:
             f"{pod.main.name}: {word} names a variable that is not set" for word in words if REFERENCE.search(word)
         )
         try:
-            parse(words)
+            settings = parse(words, node_variables(pod))
         except (UsageError, StartupError) as error:
             yield f"{pod.main.name}: {error}"
+        else:
+            yield from (f"{pod.main.name}: {problem}" for problem in _group_problems(pod, settings))
 
 
-def parse(words: list[str]) -> SchedulerConfig | WorkerConfig:
-    """The settings of `tandem` with these words. Raises UsageError and StartupError."""
+def parse(words: list[str], variables: Mapping[str, str]) -> SchedulerConfig | WorkerConfig:
+    """The settings of `tandem` with these words and variables. Raises UsageError and StartupError."""
     name, *rest = words
     command = get_command(app).commands[name]  # type: ignore[attr-defined]
-    options = command.make_context(name, rest).params
+    with patch.dict(os.environ, variables):
+        options = command.make_context(name, rest).params
     settings: SchedulerConfig | WorkerConfig = settings_from(SETTINGS[name], options)
     return settings
+
+
+def node_variables(pod: Pod) -> dict[str, str]:
+    """What LeaderWorkerSet tells the pods of a group."""
+    if f"{LWS}/name" not in pod.labels:
+        return {}
+    name = pod.labels[f"{LWS}/name"]
+    return {
+        "LWS_GROUP_SIZE": str(pod.owner["spec"]["leaderWorkerTemplate"]["size"]),
+        "LWS_WORKER_INDEX": pod.labels[f"{LWS}/worker-index"],
+        "LWS_LEADER_ADDRESS": f"{name}-0.{name}.tandem",
+    }
+
+
+def _group_problems(pod: Pod, settings: SchedulerConfig | WorkerConfig) -> Iterator[str]:
+    """Whether the pods of a group know that they are one, and declare the port at which they meet."""
+    if not isinstance(settings, WorkerConfig) or not (told := node_variables(pod)):
+        return
+    known = str(settings.nnodes), str(settings.node_rank), settings.master_addr
+    if known != tuple(told.values()):
+        yield f"takes itself for node {known} where it is {tuple(told.values())}"
+    if settings.master_port not in pod.main.ports.values():
+        yield f"its ranks meet at port {settings.master_port}, which is not declared"
 
 
 def programs_read_their_variables(things: Things) -> Iterator[str]:

@@ -302,6 +302,12 @@ DAMAGES = (
     ),
     Damage(
         "programs_take_their_arguments",
+        "its ranks meet at port 29500",
+        lambda things: container(things)["ports"].pop(),
+        "lws-multinode",
+    ),
+    Damage(
+        "programs_take_their_arguments",
         "a variable that is not set",
         lambda things: of_kind(things, "ConfigMap")[0]["data"].pop("MODEL"),
     ),
