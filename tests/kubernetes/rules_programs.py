@@ -23,7 +23,6 @@ from tests.kubernetes.rendered import Things
 from worker_svc.config import WorkerConfig
 
 SETTINGS = {"scheduler": SchedulerConfig, "worker": WorkerConfig}
-OF_LIBRARIES = {"HOME": "where Triton and torch keep what they compile"}
 REFERENCE = re.compile(r"\$\((\w+)\)")
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 """Of typer, or of the click beneath it, as its version has it."""
@@ -79,13 +78,13 @@ def _group_problems(pod: Pod, settings: SchedulerConfig | WorkerConfig) -> Itera
 
 
 def programs_read_their_variables(things: Things) -> Iterator[str]:
-    """A variable stands in an argument, is one that Tandem reads, or a library's."""
+    """A variable stands in an argument, or is one that Tandem reads."""
     given: dict[str, str] = {}
     used: set[str] = set()
     for pod in pods(things):
         given |= dict.fromkeys(environment(pod.main, things), pod.main.name)
         used |= {name for word in pod.main.thing["args"] for name in REFERENCE.findall(word)}
-    for name in given.keys() - used - read_by_tandem() - OF_LIBRARIES.keys():
+    for name in given.keys() - used - read_by_tandem():
         yield f"{given[name]}: nothing reads the variable {name}"
 
 
