@@ -12,6 +12,11 @@ from tests.kubernetes.rendered import Things
 STOPPING_S = 10
 """From the end of a drain to the end of all processes: a worker gives its ranks five, a scheduler its own two."""
 GPU = "nvidia.com/gpu"
+ALLOWED_VOLUMES = (
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral"),
+    *("image", "persistentVolumeClaim", "projected", "secret"),
+)
+"""Of the pod security standard."""
 
 
 def selectors_are_the_templates_labels(things: Things) -> Iterator[str]:
@@ -126,6 +131,9 @@ def pods_are_restricted(things: Things) -> Iterator[str]:
             "seccompProfile": {"type": "RuntimeDefault"},
         }
         yield from (f"{pod.name}: {key} is {context.get(key)}" for key in wanted if context.get(key) != wanted[key])
+        for volume in spec["volumes"]:
+            if volume.keys().isdisjoint(ALLOWED_VOLUMES):
+                yield f"{pod.name}: volume {volume['name']} is of a kind that is not allowed"
         for key in ("automountServiceAccountToken", "enableServiceLinks"):
             if spec.get(key) is not False:
                 yield f"{pod.name}: {key} is not false"

@@ -154,6 +154,11 @@ DAMAGES = (
     ),
     Damage(
         "pods_are_restricted",
+        "not allowed",
+        lambda things: pod(things)["volumes"].append({"name": "host", "hostPath": {"path": "/"}}),
+    ),
+    Damage(
+        "pods_are_restricted",
         "may gain",
         lambda things: container(things, "scheduler")["securityContext"]["capabilities"].pop("drop"),
     ),
