@@ -9,12 +9,26 @@ import pytest
 import yaml
 
 from shared import __version__
-from tests.kubernetes import rules_network, rules_pods, rules_programs, rules_services
+from tests.kubernetes import (
+    rules_lifecycle,
+    rules_network,
+    rules_pods,
+    rules_programs,
+    rules_references,
+    rules_services,
+)
 from tests.kubernetes.pods import Pod, of_component, of_kind
 from tests.kubernetes.rendered import K8S, NAMES, OVERLAYS, PAIRS, Things, kustomize, objects
 from tests.kubernetes.rules_pods import GPU
 
-RULES = (*rules_pods.RULES, *rules_services.RULES, *rules_programs.RULES, *rules_network.RULES)
+RULES = (
+    *rules_pods.RULES,
+    *rules_lifecycle.RULES,
+    *rules_services.RULES,
+    *rules_references.RULES,
+    *rules_programs.RULES,
+    *rules_network.RULES,
+)
 PAGE = (K8S.parents[1] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 Rule = Callable[[Things], Iterator[str]]
 
