@@ -14,6 +14,12 @@ DAMAGES = (
         "port 50051 has no name",
         lambda things: spec(things, "Service", "tandem")["ports"][0].pop("name"),
     ),
+    Damage(
+        "services_tell_how_they_are_spoken_to",
+        "its pods speak TLS",
+        port("tandem", appProtocol="kubernetes.io/h2c"),
+        "cpu-demo+mtls",
+    ),
     Damage("headless_ports_are_the_containers", "port 80 is 50052", port("tandem-workers", port=80)),
     Damage(
         "names_are_headless_services",

@@ -37,6 +37,15 @@ def headless_ports_are_the_containers(things: Things) -> Iterator[str]:
                     yield f"{title(service)}: port {port['port']} is {target} of {pod.name}"
 
 
+def services_tell_how_they_are_spoken_to(things: Things) -> Iterator[str]:
+    """Meshes and gateways take h2c for HTTP/2 in plain text."""
+    for service in of_kind(things, "Service"):
+        is_plain = all(pod.main.flag("tls-cert") is None for pod in selected(things, service))
+        for port in service["spec"]["ports"]:
+            if port.get("appProtocol") != ("kubernetes.io/h2c" if is_plain else None):
+                yield f"{title(service)}: its pods speak {'plain text' if is_plain else 'TLS'}"
+
+
 def selected(things: Things, service: Thing) -> list[Pod]:
     """The pods behind a Service."""
     return [pod for pod in pods(things) if selects(service["spec"]["selector"], pod.labels)]
@@ -89,6 +98,7 @@ def scrapes_reach_metrics(things: Things) -> Iterator[str]:
 RULES = (
     services_reach_ports,
     headless_ports_are_the_containers,
+    services_tell_how_they_are_spoken_to,
     names_are_headless_services,
     scrapes_reach_metrics,
 )

@@ -1,4 +1,4 @@
-"""The programs of a manifest, started with its arguments and variables, answer its probes and stop as it wants them to.
+"""The programs of a manifest, started with its arguments and variables, answer its probes and drain.
 
 Only ports, names that a cluster resolves and folders that it mounts are other ones here.
 """
@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_S
 from tests.security.authority import Authority
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-TOKEN = "operator" * 4
+TOKEN, TOKENS = "operator" * 4, 200
 FILES = {".pem": "tls.crt", ".key": "tls.key"}
 
 
@@ -106,14 +106,8 @@ def make_secrets(things: Things, folder: Path) -> ClientSecurity:
     return ClientSecurity(tls_ca=authority.file, token_file=folder / "tokens")
 
 
-def stops(process: subprocess.Popen[bytes]) -> int:
-    """The exit status after SIGTERM."""
-    process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=PATIENCE_S)
-
-
 @pytest.mark.parametrize("overlay", ["cpu-demo", "cpu-demo+mtls"])
-def test_probes_are_answered_and_text_comes(overlay: str, texts: dict[str, str], tmp_path: Path) -> None:
+def test_probes_are_answered_and_a_drain_cuts_no_stream(overlay: str, texts: dict[str, str], tmp_path: Path) -> None:
     things = objects(texts[overlay])
     security = make_secrets(things, tmp_path) if of_kind(things, "Certificate") else ClientSecurity()
     while True:
@@ -123,10 +117,16 @@ def test_probes_are_answered_and_text_comes(overlay: str, texts: dict[str, str],
 
 
 def run(cluster: Cluster, security: ClientSecurity) -> None:
-    """From the start to the end of both programs."""
+    """From the start of both programs to their end, which is that of a namespace: all are told at once."""
     with cluster.running("scheduler") as scheduler, cluster.running("worker") as worker:
         cluster.until_probes_pass("worker", worker)
         cluster.until_probes_pass("scheduler", scheduler)
-        with Client(f"localhost:{cluster.port('scheduler', 50051)}", security=security) as client:
-            assert client.complete("It is", max_tokens=4).samples[0].token_ids
-        assert stops(scheduler) == 0 and stops(worker) == 0
+        with Client(f"localhost:{cluster.port('scheduler', 50051)}", security=security, resume_timeout=0) as client:
+            tokens = 0
+            for delta in client.generate("It is", max_tokens=TOKENS, ignore_eos=True):
+                if not tokens:
+                    worker.send_signal(signal.SIGTERM)
+                    scheduler.send_signal(signal.SIGTERM)
+                tokens += len(delta.token_ids)
+        assert tokens == TOKENS, "the drains cut the stream"
+        assert [process.wait(timeout=PATIENCE_S) for process in (scheduler, worker)] == [0, 0]
