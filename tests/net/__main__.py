@@ -101,8 +101,8 @@ def noticed(name: str, condition: Callable[[], bool]) -> Fault:
     return Fault(name, began, time.monotonic() - began)
 
 
-def happen(cluster: Cluster) -> list[Fault]:
-    """All, one after the other; each ends when both workers are there again."""
+def happen(cluster: Cluster, client: Client) -> list[Fault]:
+    """All, one after the other; each ends when both workers are there again, and every stream has moved."""
     steps: list[Callable[[], Fault]] = [
         lambda: cut_worker(cluster, "black hole, both ways", sent=True, received=True),
         lambda: cut_worker(cluster, "black hole, to a worker", sent=False, received=True),
@@ -117,6 +117,7 @@ def happen(cluster: Cluster) -> list[Fault]:
     for step in steps:
         faults.append(step())
         cluster.until_connected("scheduler-1" if step is steps[-1] else "scheduler-0", "worker", "node-0")
+        client.until_moving()
         faults[-1].ended = time.monotonic()
     return faults
 
@@ -125,13 +126,13 @@ def main(folder: Path) -> None:
     """Prints table and JSON."""
     with running(folder) as cluster:
         client = Client(cluster)
-        faults = happen(cluster)
+        faults = happen(cluster, client)
         seen = client.end()
     table = Table(title="a fault, in seconds until it was noticed, and the longest pause of a stream that met it")
     for column in ("fault", "noticed in", "longest pause"):
         table.add_column(column)
     for fault in faults:
-        met = [end - begin for begin, end in seen["pauses"] if end > fault.began and begin < fault.ended]
+        met = [end - begin for begin, end in seen["pauses"] if fault.began < end < fault.ended]
         noticed_in = "" if fault.noticed_s is None else f"{fault.noticed_s:.2f}"
         table.add_row(fault.name, noticed_in, f"{max(met, default=0.0):.2f}")
     Console(width=100).print(table)

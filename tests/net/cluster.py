@@ -30,7 +30,8 @@ _TIMEOUT = ["--step-timeout", f"{STEP_TIMEOUT_S:g}"]
 _WORKER = ["worker", "--model", "tiny", "--dtype", "float64", "--kv-cache-memory", "32", *_TIMEOUT]
 _GROUP = ["--tensor-parallel", "2", "--nnodes", "2", "--master-addr", "node-0", "--node-rank"]
 _SCHEDULER = ["scheduler", "--model", "tiny", "--workers", "dns:///workers:50052", *_TIMEOUT]
-_PEERS = ["--resolve-interval", "0.2", "--peers", "dns:///schedulers:50051", "--drain", "handoff"]
+_SPREAD = ["--max-num-seqs", "8"]  # a worker that has two more streams than the other gets no further ones
+_PEERS = ["--resolve-interval", "0.2", "--peers", "dns:///schedulers:50051", "--drain", "handoff", *_SPREAD]
 
 
 class Cluster:
@@ -111,7 +112,18 @@ class Client:
         command = [*cluster.hosts["client"].words, sys.executable, "-m", "tests.net.client", "dns:///schedulers:50051"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         cluster._stack.callback(self._process.kill)
-        assert self._process.stdout is not None and self._process.stdout.readline() == "ready\n"
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._asks, self._answers = self._process.stdin, self._process.stdout
+        self._expect("ready")
+
+    def until_moving(self) -> None:
+        """Waits until each stream has had another message."""
+        self._asks.write("\n")
+        self._asks.flush()
+        self._expect("moving")
+
+    def _expect(self, line: str) -> None:
+        assert (said := self._answers.readline()) == f"{line}\n", f"the client says {said!r}"
 
     def end(self) -> dict[str, Any]:
         """See tests.net.client."""
@@ -134,7 +146,7 @@ def running(folder: Path) -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         switch = Switch()
         stack.callback(switch.close)
-        switch.add(os.getpid(), f"{NETWORK}1")
+        switch.add(os.getpid(), f"{NETWORK}1", observes=True)
         cluster = Cluster(folder, switch, stack)
         cluster.start()
         yield cluster
