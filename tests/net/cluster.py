@@ -97,9 +97,7 @@ class Cluster:
 
     def until_busy(self, scheduler: str) -> None:
         """Waits until streams run on both."""
-        until(
-            lambda: sum(running > 0 for running in self.connected(scheduler).values()) == len(WORKERS), "work for both"
-        )
+        until(lambda: sum(map(bool, self.connected(scheduler).values())) == len(WORKERS), "work for both workers")
 
     def restart(self, *names: str) -> None:
         """SIGTERM to pods of one group, the last one first; they leave their name, and it comes back with them."""
