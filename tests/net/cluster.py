@@ -142,7 +142,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
