@@ -196,6 +196,25 @@ def test_authorities_certificates_and_tokens_change_under_load_and_nothing_is_lo
         client.load()
 
 
+def test_a_storm_of_connections_meets_new_certificates_and_ends_no_process(secured: Secured) -> None:
+    def processes() -> set[int]:
+        return {child.pid for child in psutil.Process(secured.processes["scheduler"].pid).children(recursive=True)}
+
+    async def connect() -> None:
+        async with AsyncClient(secured.endpoint, 1, security=secured.security()) as client:
+            await client.load()
+
+    async def storm() -> None:
+        await asyncio.gather(*(connect() for _ in range(128)))
+
+    before = processes()
+    secured.outer.renew()
+    secured.sign()
+    secured.outer.settle()
+    asyncio.run(asyncio.wait_for(storm(), PATIENCE_S))
+    assert processes() == before
+
+
 def test_a_tenant_neither_finds_nor_times_what_another_one_cached(secured: Secured) -> None:
     def cached(name: str, **options: Any) -> int:
         with secured.client(name) as client:
