@@ -60,9 +60,10 @@ core: $(VENV)-scheduler/.runs
 unit: $(VENV)/.develops
 	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service
 
-# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services.
+# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services. They wait for
+# others to notice a fault half of the time: two more files than there are cores run at once, the longest ones first.
 service: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist loadfile tests/service
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder tests/service
 
 # Every edge of a process for SECONDS: make fuzz SECONDS=600
 SECONDS ?= 60
