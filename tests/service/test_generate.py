@@ -9,7 +9,6 @@ import grpc
 import pytest
 import torch
 from grpc import aio
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
@@ -42,7 +41,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tandem]:
 
 @cache
 def reference():
-    """The same weights in transformers."""
+    """The same weights in transformers, imported here alone: it takes seconds, in every process that collects tests."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     folder = model_folder("tiny")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     return AutoTokenizer.from_pretrained(folder), model.eval()
