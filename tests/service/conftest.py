@@ -2,7 +2,16 @@
 
 import pytest
 
-LONGEST = ("test_soak", "test_loss", "test_standby", "test_groups", "test_step_faults", "test_resume", "test_experts")
+LONGEST = (
+    "test_soak",
+    "test_net",
+    "test_loss",
+    "test_standby",
+    "test_nodes",
+    "test_groups",
+    "test_step_faults",
+    "test_resume",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
