@@ -62,9 +62,10 @@ core: $(VENV)-scheduler/.runs
 unit: $(VENV)/.develops
 	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service --ignore tests/net
 
-# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services; the longest goes first.
+# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services. They wait for
+# others to notice a fault half of the time: two more files than there are cores run at once, the longest ones first.
 service: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist loadfile tests/net tests/service
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder tests/net tests/service
 
 # The part of these that cuts networks: prints what each fault cost. Needs root, for network namespaces; skipped without.
 test-net: $(VENV)/.develops
