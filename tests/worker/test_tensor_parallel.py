@@ -48,9 +48,16 @@ def test_a_group_equals_one_rank(tmp_path: Path, size: int) -> None:
         assert result == alone[spec["model"]], name
 
 
+def test_gpus_of_several_nodes_leave_it_to_nccl() -> None:
+    with mock.patch.object(torch.cuda, "can_device_access_peer", return_value=True), capture_logs() as logs:
+        assert _peers(0, 4, 2, torch.device("cuda", 0)) is None
+    (warning,) = logs
+    assert warning["reason"] == "the ranks are on 2 nodes"
+
+
 def test_gpus_that_do_not_reach_each_other_leave_it_to_nccl() -> None:
     with mock.patch.object(torch.cuda, "can_device_access_peer", return_value=False), capture_logs() as logs:
-        assert _peers(0, 2, torch.device("cuda", 0)) is None
+        assert _peers(0, 2, 1, torch.device("cuda", 0)) is None
     (warning,) = logs
     assert warning["reason"] == "GPU 0 can't reach the memory of GPU 1"
 
@@ -74,6 +81,16 @@ def test_degrees_that_do_not_divide_are_refused(tmp_path: Path, changes: dict[st
     model = load_model_config(write_model(tmp_path, **changes))
     with pytest.raises(StartupError, match=f"over {legal} ranks"):
         check_degree(model, size, expert_parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "nnodes", "legal"),
+    [(1, 2, "2, 4 ranks on --nnodes 2"), (2, 4, "4 ranks on --nnodes 4"), (3, 3, "no number of")],
+)
+def test_degrees_that_nodes_do_not_allow(tmp_path: Path, size: int, nnodes: int, legal: str) -> None:
+    model = load_model_config(write_model(tmp_path))
+    with pytest.raises(StartupError, match=f"--tensor-parallel {size}: .* can be split over {legal}"):
+        check_degree(model, size, expert_parallel=False, nnodes=nnodes)
 
 
 @pytest.mark.parametrize(
