@@ -114,11 +114,11 @@ $(VENV)-images/.runs: Makefile
 
 # Builds both images and runs them, as root: minutes, so it is no part of `make test`.
 image-check: $(VENV)/.develops $(VENV)-images/.runs
-	TORCH=$(TORCH) $(BIN)/python -m pytest -v -s -rs tests/images
+	TORCH=$(TORCH) $(BIN)/python -m pytest -vv -s -rs tests/images
 
 # The overlay cpu-demo of deploy/k8s as podman's pods.
 kube-demo: $(VENV)/.develops $(MANIFESTS)/.runs
-	TORCH=$(TORCH) $(BIN)/python -m pytest -v -s -rs tests/images/test_kube_play.py
+	TORCH=$(TORCH) $(BIN)/python -m pytest -vv -s -rs tests/images/test_kube_play.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit $(VENV)-images $(MANIFESTS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

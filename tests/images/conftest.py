@@ -16,6 +16,7 @@ def workshop() -> Iterator[Workshop]:
         pytest.skip(reason)
     install_packages()
     shop = Workshop(FOLDER)
+    shop.clean()  # what a run left that was killed
     make_base(shop)
     try:
         shop.podman("run", "--rm", "--network", "none", BASE, "true", advice="")

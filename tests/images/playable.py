@@ -65,6 +65,7 @@ def _pod(name: str, template: Thing, maps: Sequence[Thing], services: Sequence[T
     labels = template["metadata"]["labels"]
     spec = yaml.safe_load(yaml.safe_dump(template["spec"]))
     values = {key: value for thing in maps for key, value in thing["data"].items()}
+    spec["restartPolicy"] = "Never"  # so that it can be seen how a container ended
     for container in spec["containers"]:
         container["args"] = [_expanded(argument, values) for argument in container["args"]]
         container["image"] = f"localhost/{container['image']}"

@@ -8,8 +8,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.patience import PATIENCE_S
 
 PACKAGES = ("aardvark-dns", "buildah", "catatonit", "debian-archive-keyring", "debootstrap", "iptables", "netavark")
 PACKAGES += ("podman", "runc")
@@ -61,7 +64,7 @@ def run(command: Sequence[str | Path], advice: str, environment: Mapping[str, st
         for line in process.stdout or ():
             lines.append(line)
             if "STEP" in line and "RUN" in line:
-                say(line.strip()[:100])
+                say(" ".join(line.split())[:90])
         if process.wait():
             errors.seek(0)
             told = "".join([*lines[-20:], *errors.readlines()[-20:]])
@@ -103,7 +106,11 @@ class Workshop:
 
     def ended(self, container: str) -> int:
         """Waits for its end; its exit status."""
-        return int(self.podman("wait", container))
+        deadline = time.monotonic() + 2 * PATIENCE_S
+        while (state := self.podman("inspect", "--format", "{{.State.Status}}", container)) != "exited":
+            assert time.monotonic() < deadline, f"{container} is still {state}"
+            time.sleep(0.2)
+        return int(self.podman("inspect", "--format", "{{.State.ExitCode}}", container))
 
     def terminate(self, container: str) -> int:
         """SIGTERM to its first process, as a kubelet stops it; its exit status."""
