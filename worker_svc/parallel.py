@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-from shared.errors import TandemError
+from shared.errors import StartupError, TandemError
 from worker_svc.store import Store
 
 if TYPE_CHECKING:
@@ -118,14 +118,17 @@ ALONE = TensorParallel()
 
 
 def join(rank: int, size: int, rendezvous: Path | Store, device: torch.device) -> TensorParallel:
-    """Waits for all ranks of the group: at a file that those of one host share, or at a store that rank 0 serves."""
+    """Waits for all ranks of the group: at a file that those of one host share, or at a store that rank 0 serves.
+
+    Raises StartupError where these don't fit each other.
+    """
     if size == 1:
         return TensorParallel()
     on_gpu = device.type == "cuda"
     nnodes = rendezvous.nnodes if isinstance(rendezvous, Store) else 1
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_connect(rendezvous) if isinstance(rendezvous, Store) else FileStore(str(rendezvous), size),
+        store=_connect(rendezvous, rank, device) if isinstance(rendezvous, Store) else FileStore(str(rendezvous), size),
         rank=rank,
         world_size=size,
         timeout=_FOREVER,
@@ -134,8 +137,9 @@ def join(rank: int, size: int, rendezvous: Path | Store, device: torch.device) -
     return TensorParallel(rank, size, on_gpu, _peers(rank, size, nnodes, device) if on_gpu else None)
 
 
-def _connect(store: Store) -> PrefixStore:
-    """Rank 0, which has the listening socket, serves all."""
+def _connect(store: Store, rank: int, device: torch.device) -> PrefixStore:
+    """Rank 0, which has the listening socket, serves all. Raises StartupError where the ranks' devices differ: their
+    first collective would never end."""
     connected = TCPStore(
         store.host,
         store.port,
@@ -144,7 +148,13 @@ def _connect(store: Store) -> PrefixStore:
         timeout=_FOREVER,
         wait_for_workers=False,
     )
-    return PrefixStore(store.epoch, connected)
+    own = PrefixStore(store.epoch, connected)
+    own.set(f"device of rank {rank}", device.type)
+    if (first := own.get("device of rank 0").decode()) != device.type:
+        raise StartupError(
+            f"--device: rank 0 runs on {first}, rank {rank} on {device.type}: give the same to all nodes"
+        )
+    return own
 
 
 def _peers(rank: int, size: int, nnodes: int, device: torch.device) -> "PeerMemory | None":

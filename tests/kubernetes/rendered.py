@@ -31,6 +31,7 @@ PAIRS = (
     ("gpu-1", "autoscale-hpa"),
     ("gpu-1", "dra"),
     ("gpu-1", "inference-gateway"),
+    ("gpu-1", "weights-image"),
     ("gpu-tp8", "mtls"),
     ("lws-multinode", "monitoring"),
     ("lws-multinode", "mtls"),

@@ -1,6 +1,6 @@
-"""The programs of a manifest, started with its arguments and variables, answer its probes and stop as it wants them to.
+"""The programs of a manifest, started with its arguments and variables, answer its probes and drain.
 
-Only ports, and names that a cluster resolves, are other ones here.
+Only ports, names that a cluster resolves and folders that it mounts are other ones here.
 """
 
 import contextlib
@@ -13,16 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.ports import find_free
-from tandem import Client
-from tests.kubernetes.pods import of_component
+from tandem import Client, ClientSecurity
+from tests.kubernetes.pods import of_component, of_kind
 from tests.kubernetes.rendered import Things, objects
 from tests.kubernetes.rules_programs import arguments, environment
 from tests.patience import PATIENCE_S
+from tests.security.authority import Authority
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+TOKEN, TOKENS = "operator" * 4, 200
+FILES = {".pem": "tls.crt", ".key": "tls.key"}
 
 
 class PortTaken(Exception):
@@ -41,14 +45,16 @@ class Cluster:
         return self._ports.setdefault((component, number), find_free("127.0.0.1"))
 
     def words(self, component: str) -> list[str]:
-        """The arguments with the ports here."""
+        """The arguments with the ports, names and folders here."""
         container = of_component(self._things, component).main
         words = list(arguments(container, self._things))
         for number in container.ports.values():
             words = [word.replace(f"port={number}", f"port={self.port(component, number)}") for word in words]
         for name, other, number in (("workers", "worker", 50052), ("schedulers", "scheduler", 50051)):
-            here = f"127.0.0.1:{self.port(other, number)}"
-            words = [word.replace(f"dns:///tandem-{name}:{number}", here) for word in words]
+            here = f"localhost:{self.port(other, number)}"
+            words = [word.replace(f"tandem-{name}:{number}", here) for word in words]
+        for mounted, here in (("/tls/", self._folder / component), ("/tokens/", self._folder)):
+            words = [word.replace(f"={mounted}", f"={here}/") for word in words]
         return words
 
     @contextlib.contextmanager
@@ -79,30 +85,48 @@ class Cluster:
 
     @staticmethod
     def _passes(address: str, service: str) -> bool:
+        """In plain text, whatever the other ports speak."""
         with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
             request = health_pb2.HealthCheckRequest(service=service)
             return bool(health_pb2_grpc.HealthStub(channel).Check(request, timeout=1.0).status == SERVING)
         return False
 
 
-def stops(process: subprocess.Popen[bytes]) -> int:
-    """The exit status after SIGTERM."""
-    process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=PATIENCE_S)
+def make_secrets(things: Things, folder: Path) -> ClientSecurity:
+    """What cert-manager and the operator would put into the Secrets; how a client is let in then."""
+    authority = Authority(folder)
+    for certificate in of_kind(things, "Certificate"):
+        if "dnsNames" in certificate["spec"]:
+            own = folder / certificate["metadata"]["name"].removeprefix("tandem-")
+            own.mkdir(exist_ok=True)
+            for file in authority.sign("signed", "localhost", *certificate["spec"]["dnsNames"]):
+                file.replace(own / FILES[file.suffix])
+            (own / "ca.crt").write_bytes(authority.file.read_bytes())
+    (folder / "tokens").write_text(TOKEN)
+    return ClientSecurity(tls_ca=authority.file, token_file=folder / "tokens")
 
 
-def test_probes_are_answered_and_text_comes(texts: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlay", ["cpu-demo", "cpu-demo+mtls"])
+def test_probes_are_answered_and_a_drain_cuts_no_stream(overlay: str, texts: dict[str, str], tmp_path: Path) -> None:
+    things = objects(texts[overlay])
+    security = make_secrets(things, tmp_path) if of_kind(things, "Certificate") else ClientSecurity()
     while True:
         with contextlib.suppress(PortTaken):
-            run(Cluster(objects(texts["cpu-demo"]), tmp_path))
+            run(Cluster(things, tmp_path), security)
             return
 
 
-def run(cluster: Cluster) -> None:
-    """From the start to the end of both programs."""
+def run(cluster: Cluster, security: ClientSecurity) -> None:
+    """From the start of both programs to their end, which is that of a namespace: all are told at once."""
     with cluster.running("scheduler") as scheduler, cluster.running("worker") as worker:
         cluster.until_probes_pass("worker", worker)
         cluster.until_probes_pass("scheduler", scheduler)
-        with Client(f"127.0.0.1:{cluster.port('scheduler', 50051)}") as client:
-            assert client.complete("It is", max_tokens=4).samples[0].token_ids
-        assert stops(scheduler) == 0 and stops(worker) == 0
+        with Client(f"localhost:{cluster.port('scheduler', 50051)}", security=security, resume_timeout=0) as client:
+            tokens = 0
+            for delta in client.generate("It is", max_tokens=TOKENS, ignore_eos=True):
+                if not tokens:
+                    worker.send_signal(signal.SIGTERM)
+                    scheduler.send_signal(signal.SIGTERM)
+                tokens += len(delta.token_ids)
+        assert tokens == TOKENS, "the drains cut the stream"
+        assert [process.wait(timeout=PATIENCE_S) for process in (scheduler, worker)] == [0, 0]

@@ -1,6 +1,7 @@
 """Every overlay, and every component on an overlay, keeps every rule."""
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,11 +9,27 @@ import pytest
 import yaml
 
 from shared import __version__
-from tests.kubernetes import rules_network, rules_pods, rules_programs, rules_services
-from tests.kubernetes.pods import of_component, of_kind
-from tests.kubernetes.rendered import K8S, NAMES, OVERLAYS, PAIRS, Things, objects
+from tests.kubernetes import (
+    rules_lifecycle,
+    rules_network,
+    rules_pods,
+    rules_programs,
+    rules_references,
+    rules_services,
+)
+from tests.kubernetes.pods import Pod, of_component, of_kind
+from tests.kubernetes.rendered import K8S, NAMES, OVERLAYS, PAIRS, Things, kustomize, objects
+from tests.kubernetes.rules_pods import GPU
 
-RULES = (*rules_pods.RULES, *rules_services.RULES, *rules_programs.RULES, *rules_network.RULES)
+RULES = (
+    *rules_pods.RULES,
+    *rules_lifecycle.RULES,
+    *rules_services.RULES,
+    *rules_references.RULES,
+    *rules_programs.RULES,
+    *rules_network.RULES,
+)
+PAGE = (K8S.parents[1] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 Rule = Callable[[Things], Iterator[str]]
 
 
@@ -20,6 +37,36 @@ Rule = Callable[[Things], Iterator[str]]
 def test_an_overlay_keeps_all_rules(name: str, texts: dict[str, str]) -> None:
     things = objects(texts[name])
     assert [f"{rule.__name__}: {problem}" for rule in RULES for problem in rule(things)] == []
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_an_overlay_of_the_page_keeps_all_rules(index: int, tools: Path, tmp_path: Path) -> None:
+    shutil.copytree(K8S.parent, tmp_path / "deploy")
+    own = tmp_path / "deploy" / "my"
+    own.mkdir()
+    (own / "kustomization.yaml").write_text(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[index])
+    things = objects(kustomize(own))
+    for container in of_component(things, "worker").containers():
+        container.thing["image"] = container.thing["image"].removeprefix("registry.example.com/")
+    scheduler = of_component(things, "scheduler").main.thing
+    scheduler["image"] = scheduler["image"].removeprefix("registry.example.com/")
+    assert [problem for rule in RULES for problem in rule(things)] == []
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_sizes_of_the_page_are_those_of_the_files(name: str, texts: dict[str, str]) -> None:
+    scheduler, worker = (of_component(objects(texts[name]), component) for component in ("scheduler", "worker"))
+    number = scheduler.owner["spec"]["replicas"]
+    replicas = str(worker.owner["spec"]["replicas"])
+    if nodes := worker.owner["spec"].get("leaderWorkerTemplate", {}).get("size"):
+        replicas += f" group of {nodes} pods"
+    assert f"| `{name}` | {number}: {_asks(scheduler)} | {replicas}: {_asks(worker)} |" in PAGE
+
+
+def _asks(pod: Pod) -> str:
+    asked = pod.main.thing["resources"]["requests"]
+    gpus = f", {asked[GPU]} GPU" if GPU in asked else ""
+    return f"{asked['cpu']} CPU, {asked['memory']}{gpus}"
 
 
 def test_every_component_is_rendered() -> None:

@@ -1,7 +1,8 @@
 """A client whose streams never end: `python -m tests.net.client ENDPOINT`, until its standard input does.
 
 Each stream is asked for again and again, and compared with the first answer. Prints "ready" when it has all of these,
-and at the end what it saw as JSON: `requests`, `wrong`, and `pauses`: begins and ends by the monotonic clock.
+"moving" for each line of input, when every stream has had another message since, and at the end what it saw as JSON:
+`requests`, `wrong`, and `pauses`: begins and ends by the monotonic clock.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ class Watcher:
         self.wrong: list[str] = []
         self.pauses: list[tuple[float, float]] = []
         self._expected: dict[int, Any] = {}
+        self._messages = [0] * len(STREAMS)
 
     async def ask(self, number: int) -> None:
         """One stream, to its end."""
@@ -35,6 +37,7 @@ class Watcher:
         last = time.monotonic()
         async for delta in self.client.generate(f"It is a truth {number % 3}", **STREAMS[number]):
             now = time.monotonic()
+            self._messages[number] += 1
             if now - last > LONG_S:
                 self.pauses.append((last, now))
             last = now
@@ -44,6 +47,12 @@ class Watcher:
         if self._expected.setdefault(number, seen) != seen:
             self.wrong.append(f"stream {number}: {seen}, not {self._expected[number]}")
         self.requests += 1
+
+    async def moving(self) -> None:
+        """Waits until every stream has had another message; one that has failed gets none."""
+        before = self._messages.copy()
+        while not self.wrong and any(now == then for now, then in zip(self._messages, before, strict=True)):
+            await asyncio.sleep(0.01)
 
     async def ask_on(self, number: int, end: asyncio.Event) -> None:
         """Until told to end."""
@@ -63,7 +72,9 @@ async def main(endpoint: str) -> None:
         await asyncio.gather(*map(watcher.ask, numbers))
         print("ready", flush=True)
         asking = asyncio.gather(*(watcher.ask_on(number, end) for number in numbers))
-        await asyncio.to_thread(sys.stdin.read)
+        while await asyncio.to_thread(sys.stdin.readline):
+            await watcher.moving()
+            print("moving", flush=True)
         end.set()
         await asking
     print(json.dumps({"requests": watcher.requests, "wrong": watcher.wrong, "pauses": watcher.pauses}))

@@ -43,6 +43,8 @@ class Link:
     """Of one namespace to all others."""
 
     device: int
+    observes: bool = False
+    """What goes to it and comes from it passes at once, whatever happens to the other's link."""
     sent: Way = field(default_factory=Way)
     received: Way = field(default_factory=Way)
 
@@ -67,9 +69,9 @@ class Switch:
         self._thread = threading.Thread(target=self._pass, daemon=True)
         self._thread.start()
 
-    def add(self, pid: int, address: str) -> Link:
+    def add(self, pid: int, address: str, *, observes: bool = False) -> Link:
         """A link for the namespace of a process."""
-        link = self.links[address] = Link(_open(pid, address))
+        link = self.links[address] = Link(_open(pid, address), observes)
         return link
 
     def close(self) -> None:
@@ -92,7 +94,7 @@ class Switch:
         receiver = self.links.get(socket.inet_ntoa(packet[16:20]))
         if packet[0] >> 4 != 4 or receiver is None:
             return
-        ways = sender.sent, receiver.received
+        ways = [] if sender.observes or receiver.observes else [sender.sent, receiver.received]
         if any(way.refuses for way in ways):
             if answer := reset(packet):
                 self._send(sender, answer, 0.0)
