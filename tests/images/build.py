@@ -14,8 +14,8 @@ DOCKER = PROJECT / "deploy" / "docker"
 SUITE, PYTHON = "bookworm", "3.11"
 BASE = f"localhost/debian:{SUITE}"
 SCHEDULER, WORKER = (f"localhost/tandem-{target}:{__version__}" for target in ("scheduler", "worker"))
-TORCH = os.environ.get("TORCH", "torch")
-"""Which build of it that is depends on where pip looks. The check wants one for CPUs, and takes any."""
+TORCH = os.environ.get("TORCH", "")
+"""As pip writes it. Which build that is depends on where pip looks; the check wants one for CPUs, and takes any."""
 _WHEELS = "/mnt"
 """Where a build sees the wheels: a folder that every base has, so that no image has one more."""
 
