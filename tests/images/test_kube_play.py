@@ -73,11 +73,19 @@ def metric(pod: Pod, name: str) -> float:
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
+def test_pods_run_as_the_manifest_says(cluster: Cluster, images: Workshop) -> None:
+    form = "{{.HostConfig.ReadonlyRootfs}} {{.Config.User}} {{.EffectiveCaps}}"
+    for pod in cluster.values():
+        assert images.podman("inspect", "--format", form, pod.container) == "true 10001:10001 []"
+
+
 def test_it_streams_and_a_rollout_cuts_no_stream(cluster: Cluster, images: Workshop) -> None:
     scheduler, *workers = (cluster[name] for name in ("tandem-scheduler-0", "tandem-worker-0", "tandem-worker-1"))
     endpoint = f"{scheduler.address}:50051"
     command = [sys.executable, "-m", "tandem", "generate", PROMPT, "--max-tokens", "16", "--endpoint", endpoint]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    assert answer
+    say(f"tandem generate '{PROMPT}': {answer}")
     undisturbed = stream(endpoint)
     idle, busy = sorted(workers, key=lambda worker: metric(worker, "tandem_worker_tokens_total"))
     for pod in (busy, scheduler):  # the prompt's prefix is cached there, so the next stream is there too
