@@ -9,6 +9,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import TypeVar
 
@@ -49,14 +50,13 @@ async def meet(config: WorkerConfig, terms: Mapping[str, str]) -> Meeting:
 
 @dataclass
 class _Waiting:
-    """Tells the log what is waited for: when that changes, and every ten seconds."""
+    """Tells the log what is waited for: each reason once in ten seconds, since a try may have two of them."""
 
-    told: str = ""
-    at: float = 0.0
+    told: dict[str, float] = field(default_factory=dict)
 
     def tell(self, reason: str) -> None:
-        if reason != self.told or monotonic() - self.at > _REMIND_S:
-            self.told, self.at = reason, monotonic()
+        if monotonic() - self.told.get(reason, -inf) > _REMIND_S:
+            self.told[reason] = monotonic()
             _log.info("waiting for the other nodes", reason=reason)
 
 

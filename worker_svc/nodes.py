@@ -28,7 +28,7 @@ _AS_GIVEN = (
 
 def terms(config: WorkerConfig, model: ModelConfig) -> dict[str, str]:
     """What all nodes must have alike, by what a person would change."""
-    given = {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in _AS_GIVEN}
+    given = {"--" + name.replace("_", "-"): _told(getattr(config, name)) for name in _AS_GIVEN}
     return {
         "version": __version__,
         "--model": f"{model.name} ({model.fingerprint})",
@@ -42,5 +42,9 @@ def difference(first: Mapping[str, str], other: Mapping[str, str], node_rank: in
     """The first thing that node 0 and another one don't have alike, naming both sides; None: there is none."""
     for name in {**first, **other}:
         if first.get(name) != other.get(name):
-            return f"{name}: node 0 has {first.get(name)}, node {node_rank} has {other.get(name)}"
+            return f"{name}: node 0 has {_told(first.get(name))}, node {node_rank} has {_told(other.get(name))}"
     return None
+
+
+def _told(value: object) -> str:
+    return "none" if value is None else str(value)

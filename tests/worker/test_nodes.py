@@ -101,7 +101,7 @@ def test_a_node_that_differs_is_told_so_and_the_right_one_is_taken() -> None:
         first = node(0, port)
         with pytest.raises(StartupError, match="--dtype: node 0 has float64, node 1 has bfloat16"):
             await node(1, port, terms={**TERMS, "--dtype": "bfloat16"})
-        with pytest.raises(StartupError, match="version: node 0 has 1, node 1 has None"):
+        with pytest.raises(StartupError, match="version: node 0 has 1, node 1 has none"):
             await node(1, port, terms={"--dtype": "float64"})
         await closed(*await asyncio.gather(first, node(1, port)))
 
@@ -116,6 +116,27 @@ def test_a_second_node_of_the_same_rank_waits_for_the_first_one_s_end() -> None:
             await until(lambda: any("is --node-rank given twice?" in entry["reason"] for entry in logs))
         one.cancel()
         await closed(*await asyncio.gather(zero, other, node(2, port, 3)))
+
+    run(scenario)
+
+
+def test_a_node_that_is_sent_away_again_and_again_says_so_once() -> None:
+    """Each try connects and is refused: two reasons in turn."""
+
+    async def scenario(port: int) -> None:
+        tasks = [node(0, port, 3), node(1, port, 3), node(1, port, 3)]
+        with capture_logs() as logs:
+
+            def told() -> int:
+                return sum("given twice" in entry["reason"] for entry in logs)
+
+            await until(lambda: told() > 0)
+            with mock.patch("worker_svc.node_meeting.NodeLink", wraps=NodeLink) as links:
+                await until(lambda: links.call_count > 4)  # of both ends of two more tries
+            assert told() == 1
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     run(scenario)
 
