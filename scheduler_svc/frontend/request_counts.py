@@ -1,15 +1,17 @@
 """What is counted of the requests of one frontend. Plain numbers; whoever exports reads them."""
 
 from scheduler_svc.frontend.timeline import Timeline
-from shared.errors import Aborted, LeaseHeld
+from shared.errors import Aborted, LeaseHeld, Standby
 from shared.histogram import LONG_S, TOKENS, Histogram
 from shared.rpc import STATUS_CODES
 
 CANCELLED, DEADLINE_EXCEEDED = "cancelled", "deadline_exceeded"
 ABORTED = "aborted"
+STANDBY = "standby"
 _FAILURES: dict[type[Exception], str] = {
     **{kind: code.name.lower() for kind, code in STATUS_CODES.items() if kind is not LeaseHeld},  # a worker's
     Aborted: ABORTED,
+    Standby: STANDBY,  # where it is sent to is told with it: no failure
 }
 OUTCOMES = tuple(dict.fromkeys(("stop", "length", CANCELLED, *_FAILURES.values())))
 """How a request can end: all that there are, so that no request adds a time series."""

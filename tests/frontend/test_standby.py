@@ -48,6 +48,8 @@ def test_a_standby_says_at_once_who_serves(model: Path) -> None:
                 assert refusal.code() is StatusCode.UNAVAILABLE
                 assert dict(refusal.trailing_metadata() or ())[ACTIVE_ENDPOINT] == "other:1"
                 assert "other:1" in (refusal.details() or "")
+            finished = served.frontend.service.counts.finished
+            assert (finished["standby"], finished["unavailable"]) == (1, 0), "no failure, of which alerts would tell"
             await told(served, core_pb2.CoreState())
             taking_over = asyncio.ensure_future(model_info(served))
             await told(served, ready_state())
