@@ -12,8 +12,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from grpc import StatusCode
+
 from shared.dialer import Dialer
-from shared.errors import Aborted, Standby, TandemError, Unavailable
+from shared.errors import Aborted, RequestFailed, Standby, TandemError, Unavailable
 from shared.pb import generation_pb2_grpc as rpc
 from shared.resolve import is_name, named
 from shared.rpc import ABORTED, ACTIVE_ENDPOINT, RETRY_AFTER, error_from_status
@@ -175,6 +177,8 @@ def error_of(error: Any, security: ClientSecurity) -> TandemError:
     details = explained(error.details() or "", security)
     if ACTIVE_ENDPOINT in trailers:
         return Standby(details, trailers[ACTIVE_ENDPOINT])
+    if error.code() is StatusCode.UNIMPLEMENTED:
+        return RequestFailed(f"this is no scheduler of Tandem: give the address of one, not of a worker ({details})")
     retry_after = str(trailers.get(RETRY_AFTER, ""))  # gRPC itself reads it: negative or none of a number means never
     retry_after_ms = int(retry_after) if retry_after.isdecimal() and len(retry_after) < 10 else 0
     found = error_from_status(error.code().value[0], details, retry_after_ms)

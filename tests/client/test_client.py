@@ -5,7 +5,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import psutil
 import pytest
 from tokenizers import Tokenizer
@@ -277,3 +279,13 @@ def test_one_stop_string_needs_no_list(server: Server) -> None:
             client.complete("The", stop="")
     request = tandem_requests.generate_request("The", stop="fox")
     assert list(request.stopping.stop) == ["fox"]
+
+
+def test_a_server_of_something_else_is_told_apart() -> None:
+    """Such as a worker, whose address stands beside the scheduler's."""
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    with Client(f"127.0.0.1:{port}") as client, pytest.raises(tandem.RequestFailed, match="give the address of one"):
+        client.complete("The")
+    other.stop(0).wait()
