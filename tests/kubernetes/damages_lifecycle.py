@@ -38,6 +38,11 @@ DAMAGES = (
     ),
     Damage(
         "rollouts_keep_serving",
+        "before names lead to the new pod",
+        lambda things: spec(things, "StatefulSet", "tandem-worker").pop("minReadySeconds"),
+    ),
+    Damage(
+        "rollouts_keep_serving",
         "the ranks of a group would never meet again",
         lambda things: spec(things, "LeaderWorkerSet", "tandem-worker")["leaderWorkerTemplate"].update(
             restartPolicy="None"

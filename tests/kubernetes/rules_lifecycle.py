@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from tests.kubernetes.pods import Container, of_component, of_kind, pods, selects, title
 from tests.kubernetes.rendered import Things
 
+FOUND_S = 35
+"""Until names lead to a new pod: 30 s that CoreDNS and caches on nodes keep an answer, 5 s of --resolve-interval."""
 STOPPING_S = 10
 """From the end of a drain to the end of all processes: a worker gives its ranks five, a scheduler its own two."""
 
@@ -68,6 +70,8 @@ def rollouts_keep_serving(things: Things) -> Iterator[str]:
             yield f"{title(thing)}: a rollout has no successor ready"
         if thing["kind"] == "StatefulSet" and spec.get("podManagementPolicy") != "Parallel":
             yield f"{title(thing)}: a pod that does not start keeps the next one from starting"
+        if thing["kind"] in ("Deployment", "StatefulSet") and spec.get("minReadySeconds", 0) < FOUND_S:
+            yield f"{title(thing)}: a rollout goes on before names lead to the new pod, which takes {FOUND_S} s"
         if thing["kind"] == "LeaderWorkerSet":
             rolling, group = spec["rolloutStrategy"]["rollingUpdateConfiguration"], spec["leaderWorkerTemplate"]
             if rolling != {"maxUnavailable": 1, "maxSurge": 0}:
