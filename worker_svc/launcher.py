@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from shared.certificates import Certificates
 from shared.metrics import serve_metrics
 from shared.model_config import ModelConfig, load_model_config
 from shared.ports import require_free
@@ -90,9 +91,11 @@ async def _run(
     config: WorkerConfig, meeting: Meeting, folder: Path, stopped: asyncio.Event, health: NodeHealth | None
 ) -> None:
     node = Node(config, meeting.links, folder, health)
-    stats = create_stats(folder / "stats")
+    stats, certificates = create_stats(folder / "stats"), Certificates(config)
     if config.metrics_port is not None:  # whoever scrapes all pods of a group finds them alive, and counts steps once
-        serve_metrics(config.host, config.metrics_port, list if config.node_rank else stats.metrics)
+        steps = list if config.node_rank else stats.metrics
+        serve_metrics(config.host, config.metrics_port, steps, certificates.metrics)
+    watching = asyncio.create_task(certificates.watch())
     try:
         environment = rank_environment(config.threads, meeting.links[0].peer_host if meeting.links else None)
         for rank in config.ranks:
@@ -102,6 +105,7 @@ async def _run(
             meeting.listener.close()
         await node.run(stopped)
     finally:
+        watching.cancel()
         kill(node.ranks)
         for link in meeting.links:
             await link.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 from pathlib import Path
 
 import structlog
@@ -52,7 +53,7 @@ class WorkerServer:
         self._servicer = WorkerServicer(config.lease_timeout)
         self._health = health.aio.HealthServicer()
         self._threads: StepThreads | None = None
-        self._credentials = server_credentials(config)
+        self._credentials = server_credentials(config, as_child=True)
         interceptors = []
         if config.token_file is not None:
             interceptors.append(Authentication(Tokens(config.token_file, SHOWN_BY), OPERATORS_ONLY))
@@ -187,4 +188,5 @@ def _describe(config: WorkerConfig, model: ModelConfig, runner: Runner) -> Worke
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=__version__,
         attention=runner.attention,
+        worker=secrets.randbits(64),
     )
