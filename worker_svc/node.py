@@ -60,13 +60,14 @@ class Node:
                     await asyncio.wait_for(stopped.wait(), _POLL_S)
                     stopped.clear()
                     self._signals += 1
-            self._say(Kind.END)
+            if self._leads:
+                self._say(Kind.END)
         except TandemError as error:
             self._say(Kind.FAILED, reason=str(error))
             raise
 
     def _is_over(self) -> bool:
-        """Only rank 0 has something to save: when it has ended, all have."""
+        """Only rank 0 has something to save: when it has ended, all have, and node 0 says so."""
         if self._signals > 1 or any(Kind.END in link.said for link in self._links):
             return True
         if not self._leads or self._drained_by is None:
@@ -78,11 +79,12 @@ class Node:
             link.check()
         if self._drained_by is not None:
             return
+        if self._signals or any(Kind.DRAIN in link.said for link in self._links):
+            await self._drain()
+            return
         self._check_ranks()
         if not self._is_warm and all_warm(self._cells):
             await self._warm()
-        if self._signals or any(Kind.DRAIN in link.said for link in self._links):
-            await self._drain()
 
     def _check_ranks(self) -> None:
         for rank, process in zip(self._config.ranks, self.ranks, strict=True):

@@ -119,7 +119,7 @@ class NodeLink:
             self.lost = f"has been silent for {self._timeout_s:g} s"
         except OSError as error:
             self.lost = f"can't be reached any more ({error.strerror})"
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self.lost = "sends what is no message between nodes: another program uses --master-port"
         finally:
             self._news.set()

@@ -18,7 +18,7 @@ from shared.errors import StartupError
 from shared.ports import address
 from shared.resolve import host_of, resolve
 from worker_svc.config import WorkerConfig
-from worker_svc.node_link import Kind, NodeLink, NodeLost
+from worker_svc.node_link import Body, Kind, NodeLink, NodeLost
 from worker_svc.nodes import difference
 from worker_svc.store import Store
 
@@ -74,8 +74,8 @@ class _Arrivals:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await link.until_said(Kind.HELLO)
-            node_rank, terms = int(link.said[Kind.HELLO]["node_rank"]), dict(link.said[Kind.HELLO]["terms"])
-        except (NodeLost, TimeoutError, ValueError, KeyError, TypeError):
+            node_rank, terms = _introduced(link.said[Kind.HELLO])
+        except (NodeLost, TimeoutError):
             await link.close()
             return
         link.name = f"node {node_rank} ({link.peer_host})"
@@ -94,6 +94,13 @@ class _Arrivals:
     def missing(self) -> list[int]:
         """Ranks of nodes that have not come, or are lost again."""
         return [rank for rank in range(1, self.config.nnodes) if rank not in self.links or self.links[rank].lost]
+
+
+def _introduced(hello: Body) -> tuple[int, Mapping[str, str]]:
+    node_rank, terms = hello.get("node_rank"), hello.get("terms")
+    if not isinstance(node_rank, int) or not isinstance(terms, dict):
+        raise NodeLost("is no node")
+    return node_rank, terms
 
 
 async def _lead(config: WorkerConfig, terms: Mapping[str, str]) -> Meeting:
@@ -144,10 +151,13 @@ async def _try(config: WorkerConfig, terms: Mapping[str, str], waiting: _Waiting
         kind = await link.until_said(Kind.START, Kind.REFUSED, Kind.BUSY)
         said = link.said[kind]
         if kind is Kind.REFUSED:
-            raise StartupError(f"node 0 at {_master(config)} refuses this node: {said['reason']}")
+            raise StartupError(f"node 0 at {_master(config)} refuses this node: {said.get('reason')}")
         if kind is Kind.BUSY:
-            raise NodeLost(said["reason"])
-        return Meeting(Store(link.peer_host, said["port"], said["epoch"], config.nnodes), [link])
+            raise NodeLost(str(said.get("reason")))
+        port, epoch = said.get("port"), said.get("epoch")
+        if not isinstance(port, int) or not isinstance(epoch, str):
+            raise NodeLost("says what is no start: another program uses --master-port")
+        return Meeting(Store(link.peer_host, port, epoch, config.nnodes), [link])
     except BaseException:
         await link.close()
         raise

@@ -104,14 +104,14 @@ class Soak:
         return [problem]
 
 
-async def soak(folder: Path, report: Report, schedulers: int, workers: int, step_timeout: float) -> None:
+async def soak(folder: Path, report: Report, pause: float, schedulers: int, workers: int, step_timeout: float) -> None:
     """Fills the report."""
     service = Service(folder, schedulers, workers, step_timeout)
     try:
         print("starts a service, then takes the undisturbed run", file=sys.stderr, flush=True)
         await service.start()
         async with AsyncClient(service.endpoints, connections=4, resume_timeout=RESUME_S, timeout=10.0) as client:
-            clients = Clients(client, report.seed, report.clients)
+            clients = Clients(client, report.seed, report.clients, pause)
             report.tally = clients.tally
             await Soak(service, clients, client, report, 1.5 * step_timeout).run()
         report.left += await service.stop()
@@ -126,6 +126,7 @@ def main(
         float, typer.Option(help="seconds from one fault to the next, half to one and a half of it")
     ] = 3.0,
     clients: Annotated[int, typer.Option(help="that ask at the same time")] = 16,
+    pause: Annotated[float, typer.Option(help="seconds of a client between two requests")] = 0.0,
     schedulers: Annotated[int, typer.Option(help="one serves, the others stand by")] = 1,
     workers: Annotated[int, typer.Option(help="groups; the first one has two ranks")] = 2,
     step_timeout: Annotated[float, typer.Option(help="as of tandem scheduler and tandem worker")] = 2.0,
@@ -135,7 +136,7 @@ def main(
     """Tells on standard error how far it is; prints a table at the end."""
     report = Report(seed, seconds, every, clients, Tally())
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(soak(Path(folder), report, schedulers, workers, step_timeout))
+        asyncio.run(soak(Path(folder), report, pause, schedulers, workers, step_timeout))
         problems = report.problems()
         if problems:
             for log in Path(folder).glob("*.log"):

@@ -16,7 +16,7 @@ from tandem import AsyncClient, Delta
 LONG_S = 0.15
 """Shorter pauses are not told."""
 STREAMS: list[dict[str, Any]] = [
-    {"temperature": number % 2 * 0.8, "seed": number, "max_tokens": 100, "ignore_eos": True} for number in range(6)
+    {"temperature": number % 2 * 0.8, "seed": number, "max_tokens": 60, "ignore_eos": True} for number in range(6)
 ]
 
 

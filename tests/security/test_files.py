@@ -210,6 +210,21 @@ def test_files_that_are_no_certificate_with_its_key_are_refused_at_the_start(
         channel_credentials(ClientSecurity(tls_ca=authority.file, tls_cert=certificate, tls_key=key))
 
 
+def test_a_server_is_given_certificates_when_they_change_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC takes whatever it is given before a handshake for new, and drops what other handshakes may be using."""
+    asked: list[Any] = []
+    monkeypatch.setattr("grpc.dynamic_ssl_server_credentials", lambda first, ask, wanted: asked.append(ask))
+    authority = Authority(tmp_path)
+    certificate, key = authority.sign("one")
+    server_credentials(ServerSecurity(tls_cert=certificate, tls_key=key))
+    (ask,) = asked
+    assert ask() is None and ask() is None
+    authority.sign("one")
+    assert ask() is not None and ask() is None
+
+
 def test_an_expired_certificate_takes_no_valid_ones_place(tmp_path: Path, capsys: Any) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.sign("one")

@@ -64,7 +64,8 @@ def test_a_leader_worker_set_tells_a_worker_its_place_and_flags_win(
     flags: list[str], nodes: tuple[object, ...]
 ) -> None:
     env = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
-    with mock.patch("worker_svc.main.run", return_value=0) as run:
+    logging = mock.patch("tandem.cli.configure_logging")  # it would be of this process, to the runner's standard error
+    with logging, mock.patch("worker_svc.main.run", return_value=0) as run:
         CliRunner().invoke(app, ["worker", "--model", "tiny", *flags], env=env)
     (config,) = run.call_args.args
     assert (config.nnodes, config.node_rank, config.master_addr, config.master_port) == nodes

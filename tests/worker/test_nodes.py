@@ -9,14 +9,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from shared.errors import StartupError
 from shared.ports import find_free
 from tests.patience import PATIENCE_S
 from worker_svc.config import WorkerConfig
-from worker_svc.node_link import Kind, NodeLost
-from worker_svc.node_meeting import Meeting, meet
+from worker_svc.node_link import Kind, NodeLink, NodeLost
+from worker_svc.node_meeting import Meeting, _Arrivals, _try, _Waiting, meet
 from worker_svc.routes import interface_to
 
 TERMS = {"--dtype": "float64", "version": "1"}
@@ -128,6 +130,74 @@ def test_strangers_at_the_port_do_not_disturb() -> None:
         await closed(*await asyncio.gather(zero, node(1, port)))
 
     run(scenario)
+
+
+class Deaf:
+    """The writing end of a connection whose reader does not matter."""
+
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    async def wait_closed(self) -> None:
+        pass
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+KINDS = st.sampled_from([*Kind, "other"])
+MESSAGES = st.fixed_dictionaries(
+    {"kind": KINDS},
+    optional={name: JSON | st.integers(0, 3) for name in ("node_rank", "terms", "reason", "port", "epoch")},
+)
+LINES = st.lists((MESSAGES | JSON).map(lambda value: json.dumps(value).encode()) | st.binary(max_size=50), max_size=4)
+
+
+def heard(lines: list[bytes]) -> asyncio.StreamReader:
+    """A connection on which these came, and then its end."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"".join(line + b"\n" for line in lines))
+    reader.feed_eof()
+    return reader
+
+
+@settings(max_examples=40)
+@given(LINES)
+@example([b"[" * 50_000])
+@example([b'{"kind": "hello", "node_rank": Infinity, "terms": {}}'])
+def test_whatever_comes_to_node_0_it_goes_on(lines: list[bytes]) -> None:
+    async def scenario() -> None:
+        arrivals = _Arrivals(config(0, 1), TERMS)
+        await arrivals.accept(heard(lines), Deaf())  # type: ignore[arg-type]
+        assert arrivals.missing() == [1]
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=40)
+@given(LINES)
+def test_whatever_node_0_says_the_other_one_names_it(lines: list[bytes]) -> None:
+    async def scenario() -> None:
+        link = NodeLink("node 0", heard(lines), Deaf(), 5.0)  # type: ignore[arg-type]
+        with (
+            mock.patch("worker_svc.node_meeting._dial", mock.AsyncMock(return_value=link)),
+            contextlib.suppress(NodeLost, StartupError),
+        ):
+            meeting = await _try(config(1, 1), TERMS, _Waiting())
+            assert meeting.store is not None and isinstance(meeting.store.port, int)
+
+    asyncio.run(scenario())
 
 
 @contextlib.contextmanager
