@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import structlog
-from grpc import aio
+from grpc import StatusCode, aio
 
 from scheduler_svc.claim import Claim
 from scheduler_svc.config import SchedulerConfig
@@ -68,6 +68,8 @@ class Peers:
                 await self._follow(address, peer_pb2_grpc.PeerServiceStub(channel))
             except aio.AioRpcError as error:
                 reason = explained(error.details() or "", dialer.security)
+                if error.code() is StatusCode.UNIMPLEMENTED:
+                    reason = "no scheduler answers there: --peers takes the addresses that clients reach"
                 if reason != reported:
                     _log.warning("no peer", endpoint=address, reason=reason)
                 reported = reason

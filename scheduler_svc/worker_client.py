@@ -238,5 +238,7 @@ class WorkerLink:
 
 def _reason(error: Exception, security: ClientSecurity) -> str:
     if isinstance(error, aio.AioRpcError):
+        if error.code() is StatusCode.UNIMPLEMENTED:
+            return "no worker answers there: --workers takes workers, and of a group over several hosts node 0 alone"
         return f"{error.code().name}: {explained(error.details() or '', security)}"
     return "no result within the step timeout" if isinstance(error, TimeoutError) else str(error)

@@ -115,3 +115,23 @@ def test_each_loss_is_logged_though_the_reason_is_the_same() -> None:
     with structlog.testing.capture_logs() as logs:
         asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert [entry["event"] for entry in logs[:4]] == ["worker connected", "no worker"] * 2
+
+
+def test_an_address_of_no_worker_is_told_as_such() -> None:
+    """Such as another node's of a group, of which node 0 alone serves."""
+    with structlog.testing.capture_logs() as logs:
+
+        async def scenario() -> None:
+            server = aio.server()
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            link = WorkerLink(0, f"127.0.0.1:{port}", Listener(), Dialer(PLAIN), instance=1, step_timeout=10.0)
+            running = asyncio.create_task(link.run())
+            while not logs:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await server.stop(0)
+
+        asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+    assert "node 0 alone" in logs[0]["reason"]
