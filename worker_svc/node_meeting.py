@@ -85,7 +85,9 @@ class _Arrivals:
         elif not 0 < node_rank < self.config.nnodes:
             link.say(Kind.REFUSED, reason=f"--node-rank {node_rank}: there are {self.config.nnodes} nodes")
         elif node_rank in self.missing():
-            self.links[node_rank] = link
+            former, self.links[node_rank] = self.links.get(node_rank), link
+            if former is not None:
+                await former.close()
             return
         else:
             link.say(Kind.BUSY, reason=f"{self.links[node_rank].name} is here: is --node-rank given twice?")

@@ -135,8 +135,12 @@ def test_strangers_at_the_port_do_not_disturb() -> None:
 class Deaf:
     """The writing end of a connection whose reader does not matter."""
 
-    def get_extra_info(self, name: str) -> tuple[str, int]:
-        return "127.0.0.1", 1
+    def __init__(self, peername: tuple[str, int] | None = ("127.0.0.1", 1)) -> None:
+        self.closed = False
+        self._peername = peername
+
+    def get_extra_info(self, name: str) -> tuple[str, int] | None:
+        return self._peername
 
     def is_closing(self) -> bool:
         return False
@@ -145,7 +149,7 @@ class Deaf:
         pass
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
     async def wait_closed(self) -> None:
         pass
@@ -198,6 +202,43 @@ def test_whatever_node_0_says_the_other_one_names_it(lines: list[bytes]) -> None
             assert meeting.store is not None and isinstance(meeting.store.port, int)
 
     asyncio.run(scenario())
+
+
+def test_who_is_gone_before_anybody_knows_who_it_was_is_lost_like_others() -> None:
+    """A connection that was reset at once has no peer that the system could name."""
+
+    async def scenario(port: int) -> None:
+        gone = NodeLink("node 0", heard([]), Deaf(None), 5.0)  # type: ignore[arg-type]
+        with pytest.raises(NodeLost, match="node 0 has closed its connection"):
+            await gone.until_said(Kind.START)
+        await gone.close()
+
+    run(scenario)
+
+
+def test_of_a_node_that_comes_again_and_again_one_connection_is_kept() -> None:
+    async def scenario(port: int) -> None:
+        hello = json.dumps({"kind": "hello", "node_rank": 1, "terms": TERMS}).encode()
+        arrivals, writers, others = _Arrivals(config(0, 1, 3), TERMS), [Deaf(), Deaf(), Deaf()], asyncio.all_tasks()
+        for writer in writers:
+            await arrivals.accept(heard([hello]), writer)  # type: ignore[arg-type]
+            await until(lambda: bool(arrivals.links[1].lost))
+        assert [writer.closed for writer in writers] == [True, True, False]
+        await until(lambda: len(asyncio.all_tasks() - others) == 1)  # the beat of the last one
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("host", [".tandem.svc", "a..b", "a" * 64])
+def test_what_can_be_no_name_is_told_and_waited_for(host: str) -> None:
+    async def scenario(port: int) -> None:
+        with capture_logs() as logs:
+            waits = node(1, port, host=host)
+            await until(lambda: bool(logs) or waits.done())
+        waits.cancel()
+        assert "a part of it is empty or too long" in logs[0]["reason"]
+
+    run(scenario)
 
 
 @contextlib.contextmanager
