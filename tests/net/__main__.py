@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import gt
 from pathlib import Path
 
 from rich.console import Console
@@ -63,8 +64,11 @@ def cut_client(cluster: Cluster) -> Fault:
 def cut_node(cluster: Cluster) -> Fault:
     """The second node of a group is cut off from all: both nodes end, and are started again."""
     nodes = [cluster.pods[f"node-{rank}"] for rank in range(2)]
+    before = [len(node.statuses) for node in nodes]
     cluster.hosts["node-1"].link.cut()
-    fault = noticed("the second node of a group is cut off", lambda: all(node.statuses for node in nodes))
+    fault = noticed(
+        "the second node of a group is cut off", lambda: all(map(gt, [len(node.statuses) for node in nodes], before))
+    )
     time.sleep(DOWN_S)
     cluster.hosts["node-1"].link.heal()
     return fault

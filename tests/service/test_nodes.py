@@ -43,11 +43,10 @@ class Group:
             for rank, host in enumerate(HOSTS)
         ]
         self.until_ready()
+        self.nodes[1].until_said("tandem worker node 1 of 2 ready (ranks 1, health on 127.0.0.2")
 
-    def until_ready(self, lives: int = 1) -> None:
-        """Waits until both nodes were ready so often, and say so to probes of the same kind."""
-        for node, line in zip(self.nodes, ("tandem worker ready on", "tandem worker node 1 of 2 ready"), strict=True):
-            node.until(lambda node=node, line=line: node.log.read_text().count(line) >= lives, line)
+    def until_ready(self) -> None:
+        """Waits until both nodes say so to probes of the same kind."""
         for host in HOSTS:
             asyncio.run(asyncio.wait_for(until_serving(f"{host}:{self.port}", "readiness"), PATIENCE_S))
 
@@ -138,7 +137,7 @@ def test_both_nodes_end_and_meet_again(group: Group, fault: Callable[[Group], No
         assert not alive, f"left behind: {alive}"
 
     survives(group, happens)
-    group.until_ready(lives + 1)
+    group.until_ready()
 
 
 def test_both_nodes_are_told_to_stop_at_once_and_streams_end_in_peace(group: Group) -> None:
