@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from shared.errors import StartupError
+from shared.model_config import load_model_config
 from shared.ports import find_free
+from tandem import tiny
 from tests.patience import PATIENCE_S
 from worker_svc.config import WorkerConfig
 from worker_svc.node_link import Kind, NodeLink, NodeLost
 from worker_svc.node_meeting import Meeting, _Arrivals, _try, _Waiting, meet
+from worker_svc.nodes import difference, terms
 from worker_svc.routes import interface_to
 
 TERMS = {"--dtype": "float64", "version": "1"}
@@ -118,6 +121,39 @@ def test_a_second_node_of_the_same_rank_waits_for_the_first_one_s_end() -> None:
         await closed(*await asyncio.gather(zero, other, node(2, port, 3)))
 
     run(scenario)
+
+
+def test_who_is_sent_away_again_and_again_says_why_and_not_each_time() -> None:
+    """Ten seconds are between two lines that say the same; there are hundreds of tries within them."""
+
+    async def scenario(port: int) -> None:
+        tries = 0
+
+        async def busy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal tries
+            tries += 1
+            writer.write(b'{"kind": "busy", "reason": "another one is here"}\n')
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(busy, "127.0.0.1", port)
+        with capture_logs() as logs, mock.patch("worker_svc.node_meeting._PAUSE_S", 0.001):
+            one = node(1, port)
+            await until(lambda: tries > 20)
+        one.cancel()
+        server.close()
+        assert len(logs) < tries / 2 and any("another one is here" in entry["reason"] for entry in logs), logs
+
+    run(scenario)
+
+
+def test_nodes_whose_patience_differs_are_told_so() -> None:
+    """One that counts as silent before it has said anything would end the group again and again."""
+    given = {"tensor_parallel": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
+    patient, hasty = (WorkerConfig(str(tiny.DENSE), step_timeout=timeout, **given) for timeout in (10.0, 0.5))  # type: ignore[arg-type]
+    model = load_model_config(tiny.DENSE)
+    told = difference(terms(patient, model), terms(hasty, model), 1)
+    assert told == "--step-timeout: node 0 has 10.0, node 1 has 0.5"
 
 
 def test_strangers_at_the_port_do_not_disturb() -> None:
