@@ -68,6 +68,13 @@ class _Arrivals:
     config: WorkerConfig
     terms: Mapping[str, str]
     links: dict[int, NodeLink] = field(default_factory=dict)
+    arriving: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """No coroutine: asyncio would report the end of one that is cancelled when the process stops as an error."""
+        task = asyncio.create_task(self.accept(reader, writer))
+        self.arriving.add(task)
+        task.add_done_callback(self.arriving.discard)
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One that dials: it stays where it says hello, fits, and is the only one of its rank."""
@@ -127,7 +134,7 @@ async def _listen(config: WorkerConfig, arrivals: _Arrivals, waiting: _Waiting) 
     """A pod's own name may be told later than it starts, or lead to the address that it had before."""
     while True:
         try:
-            return await _each(config, lambda host: asyncio.start_server(arrivals.accept, host, config.master_port))
+            return await _each(config, lambda host: asyncio.start_server(arrivals.come, host, config.master_port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise StartupError(f"can't listen on {_master(config)}: choose another --master-port") from None

@@ -168,6 +168,20 @@ def test_strangers_at_the_port_do_not_disturb() -> None:
     run(scenario)
 
 
+def test_a_node_that_stops_while_a_stranger_is_silent_says_nothing_of_it() -> None:
+    problems: list[dict[str, Any]] = []
+
+    async def scenario(port: int) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, problem: problems.append(problem))
+        zero = node(0, port)
+        await dialled(port)
+        await until(lambda: any("NodeLink._read" in str(task) for task in asyncio.all_tasks()))
+        zero.cancel()
+
+    run(scenario)
+    assert problems == []
+
+
 class Deaf:
     """The writing end of a connection whose reader does not matter."""
 
