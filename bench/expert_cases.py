@@ -13,9 +13,10 @@ from torch import Tensor
 from bench.kernel_case import Call, Case
 from worker_svc.kernels.expert_gemv import gated_products_of_one, weighted_sum_of_one
 from worker_svc.kernels.expert_groups import Groups, group_pairs
+from worker_svc.kernels.expert_products import Tile
 from worker_svc.kernels.expert_sum import sum_experts
 from worker_svc.kernels.experts import experts_add, tiles
-from worker_svc.kernels.grouped_gemm import Tile, gated_products, weighted_products
+from worker_svc.kernels.grouped_gemm import gated_products, weighted_products
 from worker_svc.kernels.routing import Choice, Routed, norm_route
 
 NUM_EXPERTS, TOP_K = 128, 8

@@ -9,9 +9,10 @@ from torch import Tensor
 from tests.kernels import COMPILED, DEVICE, DTYPES, assert_close, ints, poisoned, randn
 from worker_svc.kernels.expert_gemv import gated_products_of_one, weighted_sum_of_one
 from worker_svc.kernels.expert_groups import group_pairs, most_blocks
+from worker_svc.kernels.expert_products import Tile
 from worker_svc.kernels.expert_sum import sum_experts
 from worker_svc.kernels.experts import experts_add, tiles
-from worker_svc.kernels.grouped_gemm import Tile, gated_products, weighted_products
+from worker_svc.kernels.grouped_gemm import gated_products, weighted_products
 from worker_svc.kernels.routing import Choice, Routed, norm_route
 
 EPS = 1e-6
