@@ -14,7 +14,7 @@ from worker_svc.kernels.launch import check_head_dim, dot, launch_options, relea
 from worker_svc.kernels.parts import COUNT, END, FIELDS, FIRST, FIRST_PART, ROW, TABLE_ROW, UNIT, Parts
 
 _MIN_QUERY_ROWS = 16  # of a tensor core tile
-_STAGES = ((2048, 4), (512, 5), (64, 4), (0, 5))  # from so many K/V heads of all rows on; no rule, docs/kernels.md
+_STAGES = ((2048, 4), (512, 5), (64, 4), (0, 3))  # from so many K/V heads of all rows on; no rule, docs/kernels.md
 
 
 def paged_attention(
