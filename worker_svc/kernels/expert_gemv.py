@@ -11,7 +11,6 @@ from torch import Tensor
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
 from worker_svc.kernels.routing import Choice, best_experts
 
-_GATED_ROWS = 2  # of a program: so all programs of 8 experts run at once
 _GATED_BYTES = 8192  # of a row of weights that a warp holds
 _DOWN_BYTES = 24_576  # of weights of all experts that a warp holds
 _DOWN_COLUMNS = (64, 256)  # of a program's tiles, least and most
@@ -26,7 +25,7 @@ def gated_products_of_one(y: Tensor, logits: Tensor, weight: Tensor, choice: Cho
     width, hidden_size = weight.shape[1] // 2, weight.shape[2]
     out = y.new_empty(choice.top_k, width)
     columns = triton.next_power_of_2(hidden_size)
-    _gated_kernel[(triton.cdiv(width, _GATED_ROWS), choice.top_k)](
+    _gated_kernel[(width, choice.top_k)](
         y,
         logits,
         weight,
@@ -40,7 +39,6 @@ def gated_products_of_one(y: Tensor, logits: Tensor, weight: Tensor, choice: Cho
         HIDDEN_SIZE=hidden_size,
         EXPERTS=max(triton.next_power_of_2(logits.shape[1]), 2),
         PLACES=triton.next_power_of_2(choice.top_k),
-        ROWS=_GATED_ROWS,
         COLUMNS=columns,
         num_warps=triton.cdiv(columns * y.element_size(), _GATED_BYTES),
         **launch_options(pdl),
@@ -98,40 +96,25 @@ def _gated_kernel(
     HIDDEN_SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
     PLACES: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per expert of the token and ROWS outputs, one after the other. It waits before it releases the next
-    kernel, which so knows the logits before it waits itself."""
+    """One program per expert of the token and output. It waits before it releases the next kernel, which so knows the
+    logits before it waits itself."""
     wait_for_previous(PDL)
     release_next(PDL)
-    row, own, column = tl.program_id(0) * ROWS, tl.program_id(1), tl.arange(0, COLUMNS)
+    row, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
     inside = column < HIDDEN_SIZE
     chosen, _ = _experts_of(logits_ptr, NUM_EXPERTS, TOP_K, RENORMALIZE, EXPERTS, PLACES)
     expert = tl.sum(tl.where(tl.arange(0, PLACES) == own, chosen, 0), axis=0) - first
     if (expert >= 0) & (expert < num_local):
-        source = weight_ptr + expert.to(tl.int64) * (2 * WIDTH * HIDDEN_SIZE) + column
-        y = tl.load(y_ptr + column, mask=inside, other=0)
-        gate_weight, up_weight = _gate_and_up(source, row, inside, WIDTH, HIDDEN_SIZE)
-        for i in tl.static_range(ROWS):
-            next_gate_weight, next_up_weight = gate_weight, up_weight
-            if i + 1 < ROWS:
-                next_gate_weight, next_up_weight = _gate_and_up(source, row + i + 1, inside, WIDTH, HIDDEN_SIZE)
-            gate = tl.sum(gate_weight.to(tl.float32) * y.to(tl.float32), axis=0)
-            up = tl.sum(up_weight.to(tl.float32) * y.to(tl.float32), axis=0)
-            value = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + own * WIDTH + row + i, value, mask=row + i < WIDTH)
-            gate_weight, up_weight = next_gate_weight, next_up_weight
-
-
-@triton.jit
-def _gate_and_up(
-    source: tl.tensor, row: tl.tensor, inside: tl.tensor, WIDTH: tl.constexpr, HIDDEN_SIZE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """A row of weights of each; past the last one that again."""
-    at = source + tl.minimum(row, WIDTH - 1) * HIDDEN_SIZE
-    return tl.load(at, mask=inside, other=0), tl.load(at + WIDTH * HIDDEN_SIZE, mask=inside, other=0)
+        source = weight_ptr + expert.to(tl.int64) * (2 * WIDTH * HIDDEN_SIZE) + row * HIDDEN_SIZE + column
+        y = tl.load(y_ptr + column, mask=inside, other=0).to(tl.float32)
+        gate_weight = tl.load(source, mask=inside, other=0)
+        up_weight = tl.load(source + WIDTH * HIDDEN_SIZE, mask=inside, other=0)
+        gate = tl.sum(gate_weight.to(tl.float32) * y, axis=0)
+        up = tl.sum(up_weight.to(tl.float32) * y, axis=0)
+        tl.store(out_ptr + own * WIDTH + row, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
