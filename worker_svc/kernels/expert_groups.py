@@ -14,8 +14,9 @@ from torch import Tensor
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
 
 _MOST_ALONE = 4096  # pairs that every program counts itself
-_CHUNK, _CHUNKS = 256, 128  # pairs that a program places, of more pairs than this makes a larger part of them
-_COMPARED = tl.constexpr(32)  # of them, with all others, at a time
+_CHUNK_ALONE, _CHUNK = 64, 256  # pairs that a program places then, and where there are more of them
+_MOST_CHUNKS = 128
+_COMPARISONS = tl.constexpr(8192)  # of the pairs of a chunk with each other, at a time: more don't fit in registers
 _MAP = tl.constexpr(64)
 
 
@@ -46,10 +47,10 @@ def group_pairs(experts: Tensor, num_experts: int, block_pairs: int, *, pdl: boo
         torch.empty(3, most, dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
-    chunk = max(triton.next_power_of_2(triton.cdiv(count, _CHUNKS)), _CHUNK)
+    alone = count <= _MOST_ALONE
+    chunk = _CHUNK_ALONE if alone else max(triton.next_power_of_2(triton.cdiv(count, _MOST_CHUNKS)), _CHUNK)
     chunks, bins = triton.cdiv(count, chunk), max(triton.next_power_of_2(num_experts), 2)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-    alone = count <= _MOST_ALONE
     if not alone:
         _count_kernel[(chunks,)](experts, counts, count, EXPERTS=bins, CHUNK=chunk, num_warps=4, **launch_options(pdl))
     _group_kernel[(num_experts + chunks,)](
@@ -63,7 +64,7 @@ def group_pairs(experts: Tensor, num_experts: int, block_pairs: int, *, pdl: boo
         num_experts,
         EXPERTS=bins,
         CHUNKS=triton.next_power_of_2(chunks),
-        PAIRS=max(triton.next_power_of_2(count), _CHUNK) if alone else 0,
+        PAIRS=max(triton.next_power_of_2(count), _CHUNK_ALONE) if alone else 0,
         BLOCK_PAIRS=block_pairs,
         CHUNK=chunk,
         num_warps=8,
@@ -150,9 +151,10 @@ def _store_pairs(
     index = start + tl.arange(0, CHUNK)
     chosen = _chosen(experts_ptr, start, count, CHUNK)
     place = tl.gather(first, tl.maximum(chosen, 0), axis=0)
-    for offset in range(0, CHUNK, _COMPARED):
-        other = start + offset + tl.arange(0, _COMPARED)
-        same = chosen[:, None] == _chosen(experts_ptr, start + offset, count, _COMPARED)[None, :]
+    OTHERS: tl.constexpr = CHUNK if CHUNK * CHUNK <= _COMPARISONS else _COMPARISONS // CHUNK
+    for offset in range(0, CHUNK, OTHERS):
+        other = start + offset + tl.arange(0, OTHERS)
+        same = chosen[:, None] == _chosen(experts_ptr, start + offset, count, OTHERS)[None, :]
         place += tl.sum((same & (other[None, :] < index[:, None])).to(tl.int32), axis=1)
     tl.store(pairs_ptr + place, index, mask=chosen >= 0)
 

@@ -15,7 +15,8 @@ from worker_svc.kernels.parts import COUNT, END, FIELDS, FIRST, FIRST_PART, ROW,
 
 _MIN_QUERY_ROWS = 16  # of a tensor core tile
 _COMBINED_HEADS = 32  # of all parts, whose outputs are put together at a time: what a warp's registers hold
-_STAGES = ((2048, 4), (512, 5), (64, 4), (0, 3))  # from so many K/V heads of all rows on; no rule, docs/kernels.md
+# From so many K/V heads of all rows on; no rule, docs/kernels.md.
+_STAGES = ((2048, 4), (512, 5), (64, 4), (16, 5), (0, 2))
 
 
 def paged_attention(
