@@ -1,7 +1,7 @@
 """The router's product: few outputs of many inputs, so its inputs are cut into parts, which routing adds up.
 
 The weights of a part are loaded ahead of the kernel before. The norm's weight is applied to the inputs; its factor,
-which needs the squares of all parts, only when they are added.
+which needs the squares of all parts, only when they are added. One token has a kernel of its own, which norms it too.
 """
 
 import torch
