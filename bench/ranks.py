@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from shared.process import kill, spawn
-from worker_svc.launcher import rank_environment
+from worker_svc.environment import rank_environment
 
 
 def run_ranks(module: str, ranks: int, arguments: Sequence[str]) -> None:

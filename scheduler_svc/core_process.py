@@ -14,8 +14,9 @@ from prometheus_client.core import Metric
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.core_metrics import core_metrics
-from scheduler_svc.engine import Engine, Outgrown
+from scheduler_svc.engine import Engine
 from scheduler_svc.process_metrics import process_metrics
+from scheduler_svc.served_core import Outgrown
 from scheduler_svc.snapshots import push
 from shared.errors import StartupError
 from shared.model_config import load_model_config

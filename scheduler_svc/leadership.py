@@ -1,6 +1,7 @@
 """Runs the election of this scheduler: gives it the time, the peers and the workers, and does what it decides.
 
-Dials the workers while the election says so. Knows nothing of requests: a LeadershipListener does.
+Dials the workers while the election says so, or asks them if they answer. Knows nothing of requests: a
+LeadershipListener does.
 """
 
 import asyncio
@@ -10,9 +11,11 @@ from typing import Protocol
 import structlog
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.election import TICK_S, Election, Role
+from scheduler_svc.election import TICK_S, YIELD_S, Election, Role
 from scheduler_svc.peers import Peers
 from scheduler_svc.worker_groups import WorkerGroups
+from scheduler_svc.worker_probe import WorkerProbe
+from shared.resolve import is_name
 
 _log = structlog.get_logger(__name__)
 
@@ -34,11 +37,23 @@ class Leadership:
     """The election, and what follows from it."""
 
     def __init__(
-        self, config: SchedulerConfig, scheduler: int, workers: WorkerGroups, listener: LeadershipListener
+        self,
+        config: SchedulerConfig,
+        scheduler: int,
+        workers: WorkerGroups,
+        probe: WorkerProbe,
+        listener: LeadershipListener,
     ) -> None:
         """`scheduler` is this scheduler's id."""
-        self.election = Election(scheduler, config.peer_timeout, time.monotonic(), alone=not config.peers)
+        self.election = Election(
+            scheduler,
+            config.peer_timeout,
+            time.monotonic(),
+            alone=not config.peers,
+            yield_after=YIELD_S + (config.resolve_interval if any(map(is_name, config.workers)) else 0.0),
+        )
         self._workers = workers
+        self._probe = probe
         self._listener = listener
         self._peers = Peers(config, self.election, self._follow_up)
         self._role, self._claim = Role.LISTENING, self.election.claim
@@ -47,7 +62,7 @@ class Leadership:
 
     async def run(self) -> None:
         """For ever. Raises what ends the links to the workers."""
-        await asyncio.gather(self._peers.run(), self._tick(), self._dial())
+        await asyncio.gather(self._peers.run(), self._tick(), self._dial(), self._probe.run())
 
     def workers_changed(self) -> None:
         """A worker has come or is lost."""
@@ -57,12 +72,8 @@ class Leadership:
             connected=workers.any_connected,
             complete=workers.all_connected,
             held=workers.any_held,
+            reaching=workers.any_answers or self._probe.reaches,
         )
-        self._follow_up()
-
-    def without_workers(self) -> None:
-        """No worker has come for so long that requests were ended."""
-        self.election.without_workers(time.monotonic())
         self._follow_up()
 
     def led_before(self, term: int) -> None:
@@ -88,6 +99,7 @@ class Leadership:
 
     def _follow_up(self) -> None:
         role, claim = self.election.role, self.election.claim
+        self._probe.want(self.election.probes)
         if role is not self._role:
             self._role = role
             _log.info("role", role=role.value, term=claim.term, leader=self.election.leader())

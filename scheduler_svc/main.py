@@ -18,11 +18,12 @@ from scheduler_svc.frontend.config import FrontendConfig
 from scheduler_svc.frontend.tracing import require_tracing
 from scheduler_svc.metrics_hub import MetricsHub
 from scheduler_svc.watchdog import watch_core, watch_frontend
+from shared.certificates import Certificates
 from shared.dialer import Dialer
 from shared.errors import StartupError
 from shared.metrics import serve_metrics
 from shared.model_config import load_model_config
-from shared.ports import LOOPBACK, address, find_free, require_free
+from shared.ports import LOOPBACK, address, require_free, unix_endpoint
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
 from shared.scratch import scratch_folder
@@ -50,14 +51,18 @@ async def run(config: SchedulerConfig) -> int:
         require_tracing()
     with stop_signals() as stopped, scratch_folder() as folder:
         family = Supervisor()
-        socket_path, metrics_socket = _socket_path(folder, "core.sock"), await _serve_metrics(config, folder)
+        certificates = Certificates(config)
+        socket_path = _socket_path(folder, "core.sock")
+        metrics_socket = await _serve_metrics(config, folder, certificates)
         arguments = ["--config", to_json(config), "--scheduler", str(secrets.randbits(64)), "--socket", socket_path]
         arguments += ["--metrics-socket", str(metrics_socket)] if metrics_socket else []
         family.start("core", "scheduler_svc.core_process", arguments)
-        frontends = [_frontend(config, socket_path, metrics_socket) for _ in range(config.frontends)]
+        healths = [Path(_socket_path(folder, f"f{number}.sock")) for number in range(config.frontends)]
+        frontends = [_frontend(config, Path(socket_path), metrics_socket, health) for health in healths]
         for number, frontend in enumerate(frontends):
             family.start(f"frontend-{number}", "scheduler_svc.frontend.main", ["--config", to_json(frontend)])
         watching = [asyncio.create_task(dog) for dog in _watchdogs(config, family, socket_path, frontends)]
+        watching.append(asyncio.create_task(certificates.watch()))
         announcement = f"tandem scheduler ready on {address(config.host, config.port)} (model {name})"
         failed = await family.run(stopped, _until_ready(frontends), announcement)
         for dog in watching:
@@ -78,14 +83,14 @@ def _check_security(config: SchedulerConfig) -> None:
             _log.warning("tokens cross the network in plain text: give --tls-cert and --tls-key", host=config.host)
 
 
-async def _serve_metrics(config: SchedulerConfig, folder: Path) -> Path | None:
+async def _serve_metrics(config: SchedulerConfig, folder: Path, certificates: Certificates) -> Path | None:
     """The socket that takes the children's metrics, if there is an endpoint to tell them."""
     if config.metrics_port is None:
         return None
     require_free(config.host, config.metrics_port, port_flag="--metrics-port")
     path, hub = _socket_path(folder, "stat.sock"), MetricsHub()
     await hub.serve(path)
-    serve_metrics(config.host, config.metrics_port, hub.read)
+    serve_metrics(config.host, config.metrics_port, hub.read, certificates.metrics)
     return Path(path)
 
 
@@ -102,22 +107,28 @@ def _watchdogs(
     core_timeout = min(config.step_timeout, config.peer_timeout) if config.peers else config.step_timeout
     yield watch_core(socket_path, core_timeout, partial(_kill, family, "core"))
     for number, frontend in enumerate(frontends):
-        endpoint = address(LOOPBACK, frontend.own_health_port)
-        yield watch_frontend(endpoint, config.step_timeout, partial(_kill, family, f"frontend-{number}"))
+        yield watch_frontend(_health_of(frontend), config.step_timeout, partial(_kill, family, f"frontend-{number}"))
 
 
 def _kill(family: Supervisor, name: str) -> None:
     family.children[name].kill()
 
 
-def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | None) -> FrontendConfig:
+def _health_of(frontend: FrontendConfig) -> str:
+    assert frontend.health_socket is not None, "the parent made it"
+    return unix_endpoint(frontend.health_socket)
+
+
+def _frontend(
+    config: SchedulerConfig, core_socket: Path, metrics_socket: Path | None, health_socket: Path
+) -> FrontendConfig:
     return FrontendConfig(
         model=config.model,
-        core_socket=Path(socket_path),
+        core_socket=core_socket,
         host=config.host,
         port=config.port,
         health_port=config.health_port,
-        own_health_port=find_free(LOOPBACK),
+        health_socket=health_socket,
         tls_cert=config.tls_cert,
         tls_key=config.tls_key,
         tls_client_ca=config.tls_client_ca,
@@ -137,4 +148,4 @@ def _frontend(config: SchedulerConfig, socket_path: str, metrics_socket: Path | 
 
 async def _until_ready(frontends: Iterable[FrontendConfig]) -> None:
     for frontend in frontends:
-        await until_serving(address(LOOPBACK, frontend.own_health_port), "readiness")
+        await until_serving(_health_of(frontend), "readiness")

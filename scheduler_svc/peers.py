@@ -8,15 +8,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import structlog
 from grpc import aio
 
+from scheduler_svc.claim import Claim
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.election import Claim, Election
+from scheduler_svc.election import Election
 from shared.dialer import Dialer
 from shared.pb import peer_pb2, peer_pb2_grpc
 from shared.resolve import follow, is_name, named
+from shared.tls import explained
 
 REDIAL_S = 0.2
+
+_log = structlog.get_logger(__name__)
 
 
 class Peers:
@@ -27,7 +32,7 @@ class Peers:
         self._config = config
         self._election = election
         self._heard = heard
-        self._dialers = {target: Dialer(named(config.peer_security, target)) for target in config.peers}
+        self._dialers = {target: Dialer(named(config.peer_security, target), as_child=True) for target in config.peers}
         self._found = {target: [target] for target in config.peers if not is_name(target)}
         """Addresses by target, as last resolved."""
         self._listeners: dict[str, asyncio.Task[None]] = {}
@@ -56,11 +61,16 @@ class Peers:
         self._heard()
 
     async def _listen(self, address: str, dialer: Dialer) -> None:
+        reported = ""
         while True:
             channel = dialer.channel(address)
             try:
                 await self._follow(address, peer_pb2_grpc.PeerServiceStub(channel))
-            except aio.AioRpcError:
+            except aio.AioRpcError as error:
+                reason = explained(error.details() or "", dialer.security)
+                if reason != reported:
+                    _log.warning("no peer", endpoint=address, reason=reason)
+                reported = reason
                 self._election.unreachable(address, time.monotonic())
                 self._heard()
             except TimeoutError:
@@ -89,6 +99,7 @@ def claim_from_pb(state: peer_pb2.PeerState) -> Claim:
         serving=state.serving,
         candidate=state.candidate,
         term=state.term,
+        reaching=state.reaching,
     )
 
 
@@ -100,4 +111,5 @@ def claim_to_pb(claim: Claim) -> peer_pb2.PeerState:
         serving=claim.serving,
         candidate=claim.candidate,
         term=claim.term,
+        reaching=claim.reaching,
     )

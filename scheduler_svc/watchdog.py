@@ -52,7 +52,7 @@ async def _until_silent(reader: asyncio.StreamReader, timeout_s: float) -> None:
 
 
 async def watch_frontend(endpoint: str, timeout_s: float, kill: Callable[[], None]) -> None:
-    """For ever. Asks the frontend's health service on the port of its own."""
+    """For ever. Asks the frontend's health service on the socket of its own."""
     async with aio.insecure_channel(endpoint, options=[("grpc.max_reconnect_backoff_ms", 500)]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:

@@ -90,6 +90,8 @@ class WorkerLink:
         """Its latest stream was ended on purpose."""
         self.is_held = False
         """Another scheduler has it."""
+        self.description: WorkerDescription | None = None
+        """What it answered when it was dialled last; None where it did not, or can't serve here."""
         self.problem = "not reached yet"
         """Why it is not connected."""
         self.outstanding: deque[_Sent] = deque()
@@ -149,6 +151,8 @@ class WorkerLink:
         reason = _reason(error, self._dialer.security)
         self.is_refused = isinstance(error, Misfit)
         self.is_held = isinstance(error, aio.AioRpcError) and error.code() is StatusCode.FAILED_PRECONDITION
+        if not self.is_held:
+            self.description = None
         if reason != self.problem:
             _log.warning("worker refused" if self.is_refused else "no worker", endpoint=self.endpoint, reason=reason)
         self.problem = reason
@@ -158,7 +162,7 @@ class WorkerLink:
         if description.draining:
             raise ValueError(DRAINED)
         self._listener.described(self.group, description)
-        self.is_refused = False
+        self.is_refused, self.description = False, description
         self._plans = asyncio.Queue()
         self.is_drained = False
         self.outstanding.clear()

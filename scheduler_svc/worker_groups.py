@@ -14,6 +14,7 @@ from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.worker_client import WorkerLink, WorkerListener
 from shared.dialer import Dialer
 from shared.resolve import follow, is_name, named
+from shared.types import WorkerDescription
 
 _log = structlog.get_logger(__name__)
 
@@ -26,12 +27,12 @@ class WorkerGroups:
         self._config = config
         self._listener = listener
         self._instance = instance
-        self._dialer = Dialer(config.worker_security)
+        self._dialer = Dialer(config.worker_security, as_child=True)
         self._numbers = itertools.count()
         self._fixed = [target for target in config.workers if not is_name(target)]
         self._found: dict[str, list[str]] = {target: [] for target in config.workers if is_name(target)}
         """Addresses by name, as last resolved."""
-        self._dialers = {name: Dialer(named(config.worker_security, name)) for name in self._found}
+        self._dialers = {name: Dialer(named(config.worker_security, name), as_child=True) for name in self._found}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
         for endpoint in self._fixed:
@@ -52,6 +53,22 @@ class WorkerGroups:
         """Whether another scheduler has any."""
         return any(link.is_held for link in self.links.values())
 
+    @property
+    def any_answers(self) -> bool:
+        """Whether any that fits has answered when it was dialled last, whoever has it."""
+        return any(link.description is not None for link in self.links.values())
+
+    def twin(self, group: int, description: WorkerDescription) -> WorkerLink | None:
+        """Another group's link to the very worker that answers to this one."""
+        for link in self.links.values():
+            if (
+                link.group != group
+                and link.description is not None
+                and 0 != link.description.worker == description.worker
+            ):
+                return link
+        return None
+
     async def run(self) -> None:
         """Dials until cancelled, and lets go of every group then; may be called again. Raises what ends a link."""
         self._failed = asyncio.get_running_loop().create_future()
@@ -67,7 +84,7 @@ class WorkerGroups:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
             for link in self.links.values():
-                link.is_held = False
+                link.is_held, link.description = False, None
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

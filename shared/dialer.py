@@ -14,10 +14,10 @@ from shared.tokens import OwnToken
 class Dialer:
     """Makes channels, for threads or for asyncio. Safe to share between threads."""
 
-    def __init__(self, security: ClientSecurity) -> None:
-        """Raises StartupError for files that can't be used."""
+    def __init__(self, security: ClientSecurity, *, as_child: bool = False) -> None:
+        """Raises StartupError for files that can't be used; `as_child`: see shared.tls.server_credentials."""
         self.security = security
-        self._credentials = channel_credentials(security)
+        self._credentials = channel_credentials(security, as_child=as_child)
         self._token = OwnToken(security)
         name = security.tls_server_name
         self._options: Sequence[tuple[str, int | str]] = [

@@ -73,10 +73,11 @@ class _Reader(Collector):
         return ()
 
 
-def serve_metrics(host: str, port: int, read: Callable[[], Iterable[Metric]]) -> None:
-    """Answers GET /metrics in threads until the process ends; `read` is called in them. StartupError: no such port."""
+def serve_metrics(host: str, port: int, *reads: Callable[[], Iterable[Metric]]) -> None:
+    """Answers GET /metrics in threads, which call `reads`, until the process ends. StartupError: no such port."""
     registry = CollectorRegistry()
-    registry.register(_Reader(read))
+    for read in reads:
+        registry.register(_Reader(read))
     try:
         start_http_server(port, host, registry)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import errno
 import socket
+from pathlib import Path
 
 from shared.errors import StartupError
 
@@ -11,6 +12,11 @@ LOOPBACK = "127.0.0.1"
 def address(host: str, port: int) -> str:
     """host:port as gRPC reads it: an IPv6 address is in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def unix_endpoint(path: Path) -> str:
+    """A Unix socket as gRPC reads it."""
+    return f"unix:{path}"
 
 
 def require_free(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> None:

@@ -44,12 +44,13 @@ def spawn(
     *,
     quiet: bool = False,
     stdio: socket.socket | None = None,
+    listener: socket.socket | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m module arguments` as a child of this process. The module's main calls die_with_parent().
 
     A quiet child's standard output is dropped; its log on standard error is not. With `stdio`, the other end of a
-    socket of the caller's, that is its standard input and output. The child is in a process group of
-    its own: Ctrl-C reaches the parent alone, which then stops its children in the right order.
+    socket of the caller's, that is its standard input and output; a `listener` it has by the same handle. The child is
+    in a process group of its own: Ctrl-C reaches the parent alone, which then stops its children in the right order.
     """
     handle = None if stdio is None else stdio.fileno()
     return subprocess.Popen(
@@ -58,6 +59,7 @@ def spawn(
         stdout=subprocess.DEVNULL if quiet else handle,
         env={**os.environ, **(env or {}), _PARENT: str(os.getpid())},
         process_group=0,
+        pass_fds=() if listener is None else (listener.fileno(),),
     )
 
 

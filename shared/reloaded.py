@@ -27,14 +27,16 @@ class Reloaded(Generic[T]):
     A change that can't be used, half-written files for instance, is logged; what was there before goes on to count.
     """
 
-    def __init__(self, files: Mapping[str, File], make: Callable[..., T]) -> None:
+    def __init__(
+        self, files: Mapping[str, File], make: Callable[..., T], first: Callable[..., T] | None = None
+    ) -> None:
         """`files` by the flag that names each. `make` is called with their contents, bytes or None for no file, and
-        raises ValueError for what can't be used.
+        raises ValueError for what can't be used; `first` takes its place for what is there at the start.
 
         Raises StartupError for that, and for a file that can't be read.
         """
         self._paths = {flag: None if file is None else Path(file) for flag, file in files.items()}
-        self._make = make
+        self._make = first or make
         self._lock = threading.Lock()
         self._seen: Any = None
         self._contents: list[bytes | None] = []
@@ -43,6 +45,7 @@ class Reloaded(Generic[T]):
             self._value = self._load()
         except (OSError, ValueError) as error:
             raise StartupError(self._told(error)) from None
+        self._make = make
 
     def get(self) -> T:
         """As the files are now; the same object while they say the same."""

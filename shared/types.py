@@ -152,3 +152,5 @@ class WorkerDescription:
     version: str
     attention: str
     draining: bool = False
+    worker: int = 0
+    """Its id, random and new with each start; 0: it has told none."""

@@ -115,7 +115,7 @@ def _scheduler(**options: Any) -> None:
 
 
 def _worker(**options: Any) -> None:
-    """Runs one worker group: all ranks of one replica of the model on this machine."""
+    """Runs one worker group, all ranks of one replica of the model; with --nnodes this node's ranks of it."""
     from worker_svc.main import run
 
     configure_logging("worker")
@@ -123,10 +123,17 @@ def _worker(**options: Any) -> None:
     raise typer.Exit(run(settings_from(WorkerConfig, options)))
 
 
+LEADER_WORKER_SET = {
+    "nnodes": "LWS_GROUP_SIZE",
+    "node_rank": "LWS_WORKER_INDEX",
+    "master_addr": "LWS_LEADER_ADDRESS",
+}
+"""What Kubernetes' LeaderWorkerSet tells each pod of a group."""
 SERVE_SETS = (
     *("peers", "peer_timeout", "peer_tls_ca", "drain"),
     *("model", "workers", "host", "port", "metrics_port", "health_port", "drain_timeout"),
     *("tls_cert", "tls_key", "tls_client_ca", "token_file", "tls_ca", "tls_server_name", "worker_token_file"),
+    *("nnodes", "node_rank", "master_addr", "master_port"),
 )
 """Of scheduler and workers: what `tandem serve` has flags of its own for, or decides."""
 HANDED_ON = [
@@ -161,7 +168,7 @@ app.command(
     cls=Command,
     rich_help_panel=RUN,
     epilog=examples("tandem worker --model tiny --host 0.0.0.0 --port 50052"),
-)(with_parameters(_worker, parameters(WorkerConfig)))
+)(with_parameters(_worker, parameters(WorkerConfig, variables=LEADER_WORKER_SET)))
 
 
 SAMPLING = (

@@ -67,6 +67,7 @@ class Connections(Generic[C]):
             raise ValueError("at least one endpoint and one connection to it are needed")
         self._book = AddressBook(given)
         self._follows_all = len(given) > 1 or self._book.has_names
+        self._has_served = False
         self._per_endpoint = per_endpoint
         self._dialer = dialer
         self._connect = connect
@@ -110,6 +111,16 @@ class Connections(Generic[C]):
         if isinstance(error, Unavailable) and not isinstance(error, Standby):
             stub.endpoint.failed_at = time.monotonic()
             self._book.look_again()
+
+    def served(self) -> None:
+        """A call has got something."""
+        self._has_served = True
+
+    @property
+    def come_back(self) -> bool:
+        """Whether servers that can't be reached are replaced by others: behind a name that has served they come and go,
+        and its addresses may be told late."""
+        return self._has_served and self._book.has_names
 
     @property
     def endpoints(self) -> int:

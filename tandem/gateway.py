@@ -87,8 +87,10 @@ def _arguments(gateway: GatewayConfig, service: Service) -> list[str]:
         "reasoning-parser": "qwen3",
         "worker-startup-check-interval": 1,
         "health-check-interval-secs": 5,
-        # While a worker is replaced no token comes, and nothing is lost: the gateway must not take that for the end.
+        # While a worker or the core is replaced no token comes, and nothing is lost; who asks meanwhile waits, as long
+        # as --worker-loss-timeout has it. The gateway must not take that for the end.
         "worker-wedge-secs": 60,
+        "health-failure-threshold": 12,
         "log-level": "warn",
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -22,11 +22,13 @@ def parameters(
     optional: bool = False,
     heading: str | None = None,
     environment: str | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> list[inspect.Parameter]:
     """One keyword parameter per field that is not in `without`, in the help under `heading`.
 
     With `optional` every default is None, which means: not given; the help still tells the field's default. With
-    `environment`, that and the field's name in capitals is a variable that gives the option's value.
+    `environment`, that and the field's name in capitals is a variable that gives the option's value; `variables` names
+    those of single fields.
     """
     hints = get_type_hints(settings)
     helps = _field_docstrings(settings)
@@ -39,7 +41,7 @@ def parameters(
         if optional:
             text += "" if default in (None, MISSING) else f" (default: {default})"
             kind, default = kind | None, None
-        variable = None if environment is None else environment + field.name.upper()
+        variable = (variables or {}).get(field.name) if environment is None else environment + field.name.upper()
         option = typer.Option(help=text, show_default=default is not None, rich_help_panel=heading, envvar=variable)
         annotation = Annotated[kind, option]  # type: ignore[valid-type]
         given = inspect.Parameter.empty if default is MISSING else default

@@ -125,7 +125,7 @@ class Patience:
         return None if self._deadline is None else max(self._deadline - now, 0.0)
 
     def accepted(self) -> None:
-        """A server has taken the request."""
+        """A server has taken the request, or will: the endpoints are no mistake."""
         self._accepted = True
 
     def progressed(self) -> None:

@@ -42,6 +42,8 @@ class _Stream(Generic[C]):
         self._route = connections.route()
         self._progress = Progress(request)
         self._patience = Patience(time.monotonic(), resume_timeout, timeout, connections.endpoints, queue_timeout)
+        if connections.come_back:
+            self._patience.accepted()
         self._is_closed = False
         self._calls: list[Any] = []
         self._open()
@@ -57,6 +59,7 @@ class _Stream(Generic[C]):
 
     def _take(self, response: pb.GenerateResponse) -> Delta:
         self._patience.progressed()
+        self._connections.served()
         return self._progress.take(response)
 
     def _pause_after(self, error: Any) -> float:

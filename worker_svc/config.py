@@ -13,6 +13,7 @@ ATTENTION = ("auto", "fa3", "fa2", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 _COUNTS = (
     "tensor_parallel",
+    "nnodes",
     "block_size",
     "num_kv_blocks",
     "kv_cache_memory",
@@ -38,7 +39,15 @@ class WorkerConfig(ServerSecurity):
     health_port: int | None = None
     """Port with nothing but the health service, in plain text, for probes that speak no TLS; None: there is none."""
     tensor_parallel: int = 1
-    """Ranks that share the model, one process each."""
+    """Ranks that share the model, one process each, on all nodes together."""
+    nnodes: int = 1
+    """Nodes of the group: hosts or pods, each with as many of the ranks, started by a `tandem worker` of its own."""
+    node_rank: int = 0
+    """This node's number, from 0 on. Node 0 serves the group."""
+    master_addr: str | None = None
+    """Name or address of node 0; needed where there are several nodes."""
+    master_port: int = 29500
+    """Port on which the other nodes find node 0."""
     expert_parallel: bool = False
     """Ranks have whole experts each, in place of a part of every expert's width."""
     device: str = "auto"
@@ -84,7 +93,10 @@ class WorkerConfig(ServerSecurity):
             least = f"at least --max-num-seqs, {self.max_num_seqs}, is needed"
             raise StartupError(f"--max-num-batched-tokens {self.max_num_batched_tokens}: {least}")
         check_bounds(self, ("port",), 0, 65535)
-        check_bounds(self, ("metrics_port", "health_port"), 1, 65535)
+        check_bounds(self, ("metrics_port", "health_port", "master_port"), 1, 65535)
+        check_bounds(self, ("node_rank",), 0, self.nnodes - 1)
+        if self.nnodes > 1 and not self.master_addr:
+            raise StartupError(f"--nnodes {self.nnodes}: --master-addr, the address of node 0, is needed")
         check_bounds(self, ("drain_timeout", "load_seed"), 0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it is above 0, at most 1")
@@ -105,6 +117,12 @@ class WorkerConfig(ServerSecurity):
         default_seqs, default_tokens = (256, 4096 if experts else 3072) if on_gpu else (64, 512)
         seqs = self.max_num_seqs or min(default_seqs, self.max_num_batched_tokens or default_seqs)
         return seqs, self.max_num_batched_tokens or max(default_tokens, seqs)
+
+    @property
+    def ranks(self) -> range:
+        """Those of this node."""
+        count = self.tensor_parallel // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
 
     @property
     def folder(self) -> Path:

@@ -9,18 +9,20 @@ def check_model(config: WorkerConfig, model: ModelConfig) -> None:
     """Raises StartupError, naming what to change, for a model that these settings can't serve."""
     if config.expert_parallel and model.moe is None:
         raise StartupError(f"--expert-parallel: {model.name} has no experts")
-    check_degree(model, config.tensor_parallel, config.expert_parallel)
+    check_degree(model, config.tensor_parallel, config.expert_parallel, config.nnodes)
     dtype_name(config, model)
     context_length(config, model)
 
 
-def check_degree(model: ModelConfig, size: int, expert_parallel: bool) -> None:
-    """Raises StartupError, naming the legal degrees, for a group size that the model's shapes don't allow."""
+def check_degree(model: ModelConfig, size: int, expert_parallel: bool, nnodes: int = 1) -> None:
+    """Raises StartupError, naming the legal degrees, for a group size that the model's shapes or nodes don't allow."""
     split = [model.num_heads, *_feed_forward(model, expert_parallel)]
-    if not _divides(model, split, size):
-        legal = ", ".join(str(degree) for degree in range(1, model.num_heads + 1) if _divides(model, split, degree))
+    legal = [degree for degree in range(nnodes, model.num_heads + 1, nnodes) if _divides(model, split, degree)]
+    if size not in legal:
         mode = " with --expert-parallel" if expert_parallel else ""
-        raise StartupError(f"--tensor-parallel {size}: {model.name} can be split over {legal} ranks{mode}")
+        where = f" on --nnodes {nnodes}" if nnodes > 1 else ""
+        degrees = ", ".join(map(str, legal)) or "no number of"
+        raise StartupError(f"--tensor-parallel {size}: {model.name} can be split over {degrees} ranks{where}{mode}")
 
 
 def _feed_forward(model: ModelConfig, expert_parallel: bool) -> list[int]:

@@ -13,8 +13,10 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-from shared.errors import TandemError
+from shared.errors import StartupError, TandemError
+from worker_svc.store import Store
 
 if TYPE_CHECKING:
     from worker_svc.peer_memory import PeerMemory
@@ -115,30 +117,54 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
-def join(rank: int, size: int, rendezvous: Path, device: torch.device) -> TensorParallel:
-    """Waits for all ranks of the group at a file that they share."""
+def join(rank: int, size: int, rendezvous: Path | Store, device: torch.device) -> TensorParallel:
+    """Waits for all ranks of the group: at a file that those of one host share, or at a store that rank 0 serves.
+
+    Raises StartupError where these don't fit each other.
+    """
     if size == 1:
         return TensorParallel()
     on_gpu = device.type == "cuda"
+    nnodes = rendezvous.nnodes if isinstance(rendezvous, Store) else 1
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{rendezvous}",
+        store=_connect(rendezvous, rank, device) if isinstance(rendezvous, Store) else FileStore(str(rendezvous), size),
         rank=rank,
         world_size=size,
         timeout=_FOREVER,
         device_id=device if on_gpu else None,  # connects NCCL now: a graph that is being captured could not
     )
-    return TensorParallel(rank, size, on_gpu, _peers(rank, size, device) if on_gpu else None)
+    return TensorParallel(rank, size, on_gpu, _peers(rank, size, nnodes, device) if on_gpu else None)
 
 
-def _peers(rank: int, size: int, device: torch.device) -> "PeerMemory | None":
+def _connect(store: Store, rank: int, device: torch.device) -> PrefixStore:
+    """Rank 0, which has the listening socket, serves all. Raises StartupError where the ranks' devices differ: their
+    first collective would never end."""
+    connected = TCPStore(
+        store.host,
+        store.port,
+        is_master=store.listener is not None,
+        master_listen_fd=store.listener,
+        timeout=_FOREVER,
+        wait_for_workers=False,
+    )
+    own = PrefixStore(store.epoch, connected)
+    own.set(f"device of rank {rank}", device.type)
+    if (first := own.get("device of rank 0").decode()) != device.type:
+        raise StartupError(
+            f"--device: rank 0 runs on {first}, rank {rank} on {device.type}: give the same to all nodes"
+        )
+    return own
+
+
+def _peers(rank: int, size: int, nnodes: int, device: torch.device) -> "PeerMemory | None":
     """None, with a warning, where NCCL must do alone."""
     try:
         from worker_svc.peer_memory import PeerMemory, why_unreachable
     except ModuleNotFoundError as missing:
         problem: str | None = f"{missing}: pip install 'tandem-serve[gpu]'"
     else:
-        problem = why_unreachable(size)
+        problem = why_unreachable(size, nnodes)
         if problem is None:
             return PeerMemory(rank, size, device)
     if rank == 0:

@@ -1,6 +1,6 @@
 """Memory that the GPUs of one group read and write in each other, and the collectives through it.
 
-torch's symmetric memory maps it; NVLink multicast, which that could use too, stays off: see launcher.rank_environment.
+torch's symmetric memory maps it; NVLink multicast, which that could use too, stays off: see environment.
 Knows nothing of models; what does not fit here goes through NCCL: see parallel.
 """
 
@@ -80,8 +80,10 @@ class PeerMemory:
         return out
 
 
-def why_unreachable(size: int) -> str | None:
-    """Why the first `size` GPUs of this host can't reach each other's memory; None: they can."""
+def why_unreachable(size: int, nnodes: int) -> str | None:
+    """Why the GPUs of `size` ranks, the first ones of this host, can't reach each other's memory; None: they can."""
+    if nnodes > 1:
+        return f"the ranks are on {nnodes} nodes"
     for device in range(size):
         for peer in range(size):
             if device != peer and not torch.cuda.can_device_access_peer(device, peer):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Cells: TypeAlias = NDArray[np.float64]
-"""[ranks, 3]: time of the last beat, start of the running step or 0, and 1 once the rank is warm."""
+"""[ranks of one node, 3]: time of the last beat, start of the running step or 0, and 1 once the rank is warm."""
 
 BEAT_S = 0.1
 _ASLEEP_S = 1.0  # between two looks of a launcher that turns
@@ -98,8 +98,10 @@ class Watch:
     """Looks for ranks that hang. Counts only the time in which it looks itself: where the whole host is stopped for a
     while, no rank is to blame."""
 
-    def __init__(self, cells: Cells, timeout_s: float) -> None:
+    def __init__(self, cells: Cells, timeout_s: float, first_rank: int = 0) -> None:
+        """`cells` are those of one node, whose ranks begin with `first_rank`."""
         self._cells = cells
+        self._first_rank = first_rank
         self._timeout_s = timeout_s
         self._looked = self._awake_since = time.monotonic()
 
@@ -110,7 +112,7 @@ class Watch:
         if now - self._looked > _ASLEEP_S:
             self._awake_since = now
         self._looked = now
-        for rank, (beat, step, _) in enumerate(self._cells.tolist()):
+        for rank, (beat, step, _) in enumerate(self._cells.tolist(), self._first_rank):
             if (silent := now - max(beat, self._awake_since)) > self._timeout_s:
                 return f"rank {rank} has not turned for {silent:.1f} s"
             if step and (running := now - max(step, self._awake_since)) > self._timeout_s:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 from pathlib import Path
 
 import structlog
@@ -27,6 +28,7 @@ from worker_svc.runner.runner import Runner
 from worker_svc.servicer import WorkerServicer
 from worker_svc.stats import StepStats
 from worker_svc.step_threads import Group, StepThreads
+from worker_svc.store import Store
 
 _log = structlog.get_logger(__name__)
 
@@ -51,7 +53,7 @@ class WorkerServer:
         self._servicer = WorkerServicer(config.lease_timeout)
         self._health = health.aio.HealthServicer()
         self._threads: StepThreads | None = None
-        self._credentials = server_credentials(config)
+        self._credentials = server_credentials(config, as_child=True)
         interceptors = []
         if config.token_file is not None:
             interceptors.append(Authentication(Tokens(config.token_file, SHOWN_BY), OPERATORS_ONLY))
@@ -73,7 +75,7 @@ class WorkerServer:
         await self._health_server.start()
         return port
 
-    async def load(self, rendezvous: Path) -> WorkerDescription:
+    async def load(self, rendezvous: Path | Store) -> WorkerDescription:
         """Joins the other ranks, loads the model, and begins to answer. Raises StartupError."""
         model = load_model_config(self._config.folder)
         group = await asyncio.to_thread(_load_group, self._config, model, rendezvous, self._progress)
@@ -138,7 +140,7 @@ class WorkerServer:
             await self._health.set(service, serving if ready else not_serving)
 
 
-async def serve(config: WorkerConfig, rendezvous: Path, progress: Progress, stats: StepStats) -> None:
+async def serve(config: WorkerConfig, rendezvous: Path | Store, progress: Progress, stats: StepStats) -> None:
     """Serves until SIGTERM. Raises StartupError where it can't begin to, and what breaks the group."""
     server = WorkerServer(config, progress, stats)
     port = await server.start()
@@ -165,7 +167,7 @@ def ready_line(config: WorkerConfig, description: WorkerDescription, port: int) 
     )
 
 
-def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path, progress: Progress) -> GroupRunner:
+def _load_group(config: WorkerConfig, model: ModelConfig, rendezvous: Path | Store, progress: Progress) -> GroupRunner:
     runner, ranks = start_rank(config, model, 0, rendezvous)
     return GroupRunner(runner, ranks, progress)
 
@@ -186,4 +188,5 @@ def _describe(config: WorkerConfig, model: ModelConfig, runner: Runner) -> Worke
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=__version__,
         attention=runner.attention,
+        worker=secrets.randbits(64),
     )

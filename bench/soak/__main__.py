@@ -19,6 +19,7 @@ import typer
 from bench.soak.clients import Clients, Tally
 from bench.soak.faults import Fault, Struck, schedule, strike
 from bench.soak.memory import Memory
+from bench.soak.progress import Progress
 from bench.soak.report import Report, show, write
 from bench.soak.service import Service
 from shared.errors import TandemError
@@ -46,7 +47,7 @@ class Soak:
         """All but the end of the service."""
         await self._clients.learn()
         asking = asyncio.create_task(self._clients.run())
-        counting, sampling = asyncio.create_task(self._count()), asyncio.create_task(self._sample())
+        beside = [asyncio.create_task(each) for each in (self._count(), self._sample(), Progress(self._report).run())]
         try:
             began = time.monotonic()
             for fault in schedule(self._report.seed, self._report.seconds, self._report.every):
@@ -57,7 +58,7 @@ class Soak:
             self._clients.stop()
             await asking
         finally:
-            for task in (asking, counting, sampling, *self._striking):
+            for task in (asking, *beside, *self._striking):
                 task.cancel()
         self._report.left += await self._idle()
         self._report.growths = self._memory.growths()
@@ -103,13 +104,14 @@ class Soak:
         return [problem]
 
 
-async def soak(folder: Path, report: Report, schedulers: int, workers: int, step_timeout: float) -> None:
+async def soak(folder: Path, report: Report, pause: float, schedulers: int, workers: int, step_timeout: float) -> None:
     """Fills the report."""
     service = Service(folder, schedulers, workers, step_timeout)
     try:
+        print("starts a service, then takes the undisturbed run", file=sys.stderr, flush=True)
         await service.start()
         async with AsyncClient(service.endpoints, connections=4, resume_timeout=RESUME_S, timeout=10.0) as client:
-            clients = Clients(client, report.seed, report.clients)
+            clients = Clients(client, report.seed, report.clients, pause)
             report.tally = clients.tally
             await Soak(service, clients, client, report, 1.5 * step_timeout).run()
         report.left += await service.stop()
@@ -124,16 +126,17 @@ def main(
         float, typer.Option(help="seconds from one fault to the next, half to one and a half of it")
     ] = 3.0,
     clients: Annotated[int, typer.Option(help="that ask at the same time")] = 16,
+    pause: Annotated[float, typer.Option(help="seconds of a client between two requests")] = 0.0,
     schedulers: Annotated[int, typer.Option(help="one serves, the others stand by")] = 1,
     workers: Annotated[int, typer.Option(help="groups; the first one has two ranks")] = 2,
     step_timeout: Annotated[float, typer.Option(help="as of tandem scheduler and tandem worker")] = 2.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all that was seen here")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw throughput and faults here")] = None,
 ) -> None:
-    """Prints a table."""
+    """Tells on standard error how far it is; prints a table at the end."""
     report = Report(seed, seconds, every, clients, Tally())
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(soak(Path(folder), report, schedulers, workers, step_timeout))
+        asyncio.run(soak(Path(folder), report, pause, schedulers, workers, step_timeout))
         problems = report.problems()
         if problems:
             for log in Path(folder).glob("*.log"):

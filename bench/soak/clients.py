@@ -47,13 +47,15 @@ class Tally:
 class Clients:
     """Ask until told to stop; what has begun then ends."""
 
-    def __init__(self, client: AsyncClient, seed: int, count: int) -> None:
+    def __init__(self, client: AsyncClient, seed: int, count: int, pause: float) -> None:
+        """`pause`: seconds of each between the end of a request and its next one."""
         self.tally = Tally()
         self._client = client
         self._kinds = kinds()
         self._expected: list[Completion] = []
         self._random = random.Random(seed)
         self._count = count
+        self._pause = pause
         self._began = 0.0
         self._stopping = False
 
@@ -79,6 +81,7 @@ class Clients:
             _count(self.tally.kinds, kind.name)
             end = await self._ask(kind, self._expected[number], how)
             _count(self.tally.ends, end)
+            await asyncio.sleep(self._pause)
 
     async def _ask(self, kind: Kind, expected: Completion, how: str) -> str:
         """How it ended. One that nobody accepts is asked for again, as any caller would."""

@@ -20,8 +20,8 @@ class FrontendConfig(ServerSecurity):
     """Port that all frontends share; 0 means any free one. The parent checks that nobody else has it."""
     health_port: int | None = None
     """Port with nothing but the health service, in plain text, shared too; None: there is none."""
-    own_health_port: int = 0
-    """The same on 127.0.0.1 for this frontend alone: where the parent asks; 0 means any free one."""
+    health_socket: Path | None = None
+    """Unix socket with the same for this frontend alone, where the parent asks; None: nobody does."""
     model_name: str | None = None
     """Name told to clients; None means the model folder's."""
     use_generation_config: bool = True

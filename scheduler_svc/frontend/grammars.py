@@ -28,6 +28,8 @@ class Grammar:
     kind: Literal["json_schema", "regex", "ebnf"]
     """How to read the text; `ebnf` stands for Lark too."""
     text: str
+    parts: tuple[str, ...] = ()
+    """What each line of the text was made of, for messages; empty where the caller wrote it."""
 
 
 def grammar_of(constraint: pb.Constraint, tools: Sequence[Mapping[str, Any]]) -> Grammar:
@@ -82,18 +84,19 @@ def tool_calls(tools: Sequence[Mapping[str, Any]], function: str = "", parallel:
     or with `parallel` one or more, of `function` or, where it is empty, of any. Raises InvalidRequest.
     """
     field = "constraint.tool_choice"
-    functions = [_function(index, tool) for index, tool in enumerate(tools)]
+    functions = {index: _function(index, tool) for index, tool in enumerate(tools)}
     if not functions:
         raise InvalidRequest(field, "chat.tools_json has no tool to call")
     if function:
-        functions = [known for known in functions if known["name"] == function]
+        functions = {index: known for index, known in functions.items() if known["name"] == function}
         if not functions:
             raise InvalidRequest(f"{field}.function", f"{function!r} is not the name of a tool in chat.tools_json")
     start = r'start: call ("\n" call)*' if parallel else "start: call"
-    names = " | ".join(f"call{index}" for index in range(len(functions)))
+    names = " | ".join(f"call{index}" for index in functions)
     call = rf'call: "<tool_call>\n" ({names}) "\n</tool_call>"'
-    rules = [f"call{index}: {_call(known)}" for index, known in enumerate(functions)]
-    return Grammar(field, "ebnf", "\n".join([start, call, *rules]))
+    rules = [f"call{index}: {_call(known)}" for index, known in functions.items()]
+    parts = (field, field, *(f"chat.tools_json[{index}].parameters" for index in functions))
+    return Grammar(field, "ebnf", "\n".join([start, call, *rules]), parts)
 
 
 def _function(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -131,7 +134,9 @@ def structural_tag(text: str) -> Grammar:
         rules.append(f"tag{index}: lead{index} {' '.join(part for part in parts if part != _literal(''))}")
     tags = " | ".join(f"tag{index}" for index in range(len(structures)))
     head = f"start: ({tags})* rest" if tags else "start: rest"
-    return Grammar(field, "ebnf", "\n".join([head, "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]))
+    lines = [head, "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]
+    made_of = [f"structures[{index}].{part}" for index in range(len(structures)) for part in ("begin", "schema")]
+    return Grammar(field, "ebnf", "\n".join(lines), (*["structures"] * 3, *made_of))
 
 
 def _json(schema: Any) -> str:

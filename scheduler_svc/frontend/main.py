@@ -37,7 +37,7 @@ from scheduler_svc.snapshots import push
 from shared.errors import StartupError, Unavailable
 from shared.model_config import SamplingDefaults, load_model_config
 from shared.pb import generation_pb2_grpc, peer_pb2_grpc
-from shared.ports import LOOPBACK
+from shared.ports import unix_endpoint
 from shared.process import STARTUP_FAILED, die_with_parent, raise_file_limit, stop_signals
 from shared.rpc import listen, make_server
 from shared.settings import from_json
@@ -87,7 +87,7 @@ class Frontend:
         self.service = GenerationService(model, defaults, *parts, fair_by=config.fair_by)
         thinks = self._prompts.thoughts.end is not None
         self._engine = VllmEngine(config.model, model, defaults, self.service, self.link, self._health, thinks=thinks)
-        self._credentials = server_credentials(config)
+        self._credentials = server_credentials(config, as_child=True)
         self._server = self._make_server()
         self._health_server = make_server(share_port=True)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._health_server)
@@ -122,7 +122,8 @@ class Frontend:
         """Listens and connects to the core. Raises StartupError if a port is taken."""
         config = self._config
         self.port = listen(self._server, config.host, config.port, self._credentials)
-        listen(self._health_server, LOOPBACK, config.own_health_port)
+        if config.health_socket is not None:
+            self._health_server.add_insecure_port(unix_endpoint(config.health_socket))
         if config.health_port is not None:
             listen(self._health_server, config.host, config.health_port)
         for background in (self.link.run(), self._health.run()):

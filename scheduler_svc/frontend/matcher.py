@@ -1,6 +1,6 @@
 """Grammars compiled by llguidance, and the token masks they give. Knows nothing of requests, samples or time limits.
 
-What llguidance is told of the model, in which dialect, and how its errors read is decided here and nowhere else.
+What llguidance is told of the model, and in which dialect, is decided here and nowhere else.
 """
 
 import json
@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from scheduler_svc.frontend.grammar_errors import explained, shortened
 from scheduler_svc.frontend.grammars import Grammar, with_options
 from scheduler_svc.frontend.vocabulary import Vocabulary
 
@@ -20,8 +21,6 @@ Mask = NDArray[np.uint8]
 
 MAX_LEXER_STATES = 50_000
 """Of one sample, 1 to 2 kB each; llguidance's own limit would allow 500 MB."""
-MAX_MESSAGE_CHARACTERS = 1000
-"""An error may quote the whole grammar; a status message may not."""
 
 
 class GrammarError(ValueError):
@@ -96,7 +95,7 @@ class Matcher:
     def consume(self, token_id: int) -> None:
         """The output's next token. Raises GrammarError if the grammar does not allow it here."""
         if not self._matcher.consume_token(token_id):
-            raise GrammarError(_message(self._matcher.get_error()))
+            raise GrammarError(shortened(self._matcher.get_error()))
 
     def allowed(self) -> Mask:
         """The tokens that may come next, end-of-sequence tokens where the output is complete; at least one.
@@ -106,7 +105,7 @@ class Matcher:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise GrammarError(_message(self._matcher.get_error()))
+            raise GrammarError(shortened(self._matcher.get_error()))
         mask = np.zeros(self._mask_bytes, dtype=np.uint8)
         size = min(len(bits), self._mask_bytes)
         mask[:size] = bits[:size]
@@ -123,7 +122,7 @@ def compile_grammar(grammar: Grammar, tokenizer: GrammarTokenizer) -> Matcher:
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     compiled = LLMatcher(tokenizer.tokens, _translated(grammar), log_level=0, limits=limits)
     if compiled.is_error():
-        raise GrammarError(_message(compiled.get_error()))
+        raise GrammarError(explained(grammar, compiled.get_error()))
     matcher = Matcher(compiled, -(-tokenizer.vocabulary_size // 8))
     matcher.copy().allowed()
     return matcher
@@ -136,7 +135,7 @@ def _translated(grammar: Grammar) -> str:
             return grammar_from("json_schema", json.dumps(with_options(_schema(grammar.text))))
         return grammar_from(grammar.kind, grammar.text)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(_message(str(error))) from None
+        raise GrammarError(shortened(str(error))) from None
 
 
 def _schema(text: str) -> Any:
@@ -144,10 +143,3 @@ def _schema(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise GrammarError(f"not JSON: {error}") from None
-
-
-def _message(text: str) -> str:
-    text = text.replace("<non-verbose/>", "").strip()
-    if text.startswith("NoExtension"):
-        return "no text is left that it allows"
-    return text if len(text) <= MAX_MESSAGE_CHARACTERS else text[:MAX_MESSAGE_CHARACTERS] + " ..."

@@ -32,5 +32,9 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             return peer
         leading = peer.leading and not self._hands_off
         return peer_pb2.PeerState(
-            scheduler=peer.scheduler, leading=leading, serving=leading and peer.serving, term=peer.term
+            scheduler=peer.scheduler,
+            leading=leading,
+            serving=leading and peer.serving,
+            term=peer.term,
+            reaching=peer.reaching,
         )

@@ -4,6 +4,7 @@ import time
 
 import structlog
 
+from scheduler_svc.frontend.attempts import Attempts
 from scheduler_svc.frontend.generation import Sample
 from scheduler_svc.frontend.request_counts import CANCELLED, RequestCounts, outcome_of
 from scheduler_svc.frontend.tracing import Attributes, Trace
@@ -15,12 +16,13 @@ _log = structlog.get_logger(__name__)
 class Record:
     """Begins when the request arrives."""
 
-    def __init__(self, request_id: str, trace: Trace, counts: RequestCounts) -> None:
+    def __init__(self, request_id: str, trace: Trace, counts: RequestCounts, attempts: Attempts) -> None:
         self.request_id = request_id
         self.outcome = CANCELLED
         """What it is until it ends otherwise: the caller left."""
         self._trace = trace
         self._counts = counts
+        self._attempts = attempts
         self._prompt_tokens = 0
         self._samples: list[Sample] = []
         self._completion_tokens = 0
@@ -49,15 +51,18 @@ class Record:
         """It ends with an error."""
         self.outcome = outcome_of(error)
 
-    def close(self) -> pb.RequestStats:
-        """The request is over; what the service's statistics tell of it."""
+    def close(self) -> pb.RequestStats | None:
+        """The call is over; what the service's statistics tell of its request. None where that was told before."""
         now = time.monotonic()
         for sample in self._samples:
             sample.timeline.close(now)
+        self._end_trace(now)
+        if self._attempts.is_repeated(self.request_id, self.outcome, self._completion_tokens):
+            return None
+        for sample in self._samples:
             self._counts.sample(sample.timeline, len(sample.output))
         self._counts.end(self.outcome, now - self._arrived)
         self._log(now)
-        self._end_trace(now)
         return self._stats(now)
 
     def _stats(self, now: float) -> pb.RequestStats:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from scheduler_svc.frontend.attempts import Attempts
 from scheduler_svc.frontend.bounds import checked_ids
 from scheduler_svc.frontend.clients import client_of
 from scheduler_svc.frontend.constraint import Constraint, MinTokens
@@ -54,6 +55,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._tracing = tracing
         self._fair_by = fair_by
         self.counts = RequestCounts()
+        self._attempts = Attempts()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -69,7 +71,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._refuse_if_draining()
         trace = self._tracing.begin(context.invocation_metadata())
         request_id = request.request_id or uuid.uuid4().hex
-        record = Record(caller.get().scoped(request_id), trace, self.counts)
+        record = Record(caller.get().scoped(request_id), trace, self.counts, self._attempts)
         self.live += 1
         self._idle.clear()
         try:
@@ -90,7 +92,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 self._idle.set()
             if record.outcome == CANCELLED and _is_late(context):
                 record.outcome = DEADLINE_EXCEEDED
-            self._link.request_ended(record.close())
+            if (ended := record.close()) is not None:
+                self._link.request_ended(ended)
 
     def _refuse_if_draining(self) -> None:
         if self._draining:

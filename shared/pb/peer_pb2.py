@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/peer.proto\x12\ttandem.v1\"\x12\n\x10WatchPeerRequest\"a\n\tPeerState\x12\x11\n\tscheduler\x18\x01 \x01(\x06\x12\x0f\n\x07leading\x18\x02 \x01(\x08\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x11\n\tcandidate\x18\x04 \x01(\x08\x12\x0c\n\x04term\x18\x05 \x01(\x04\x32K\n\x0bPeerService\x12<\n\x05Watch\x12\x1b.tandem.v1.WatchPeerRequest\x1a\x14.tandem.v1.PeerState0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/peer.proto\x12\ttandem.v1\"\x12\n\x10WatchPeerRequest\"s\n\tPeerState\x12\x11\n\tscheduler\x18\x01 \x01(\x06\x12\x0f\n\x07leading\x18\x02 \x01(\x08\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x11\n\tcandidate\x18\x04 \x01(\x08\x12\x0c\n\x04term\x18\x05 \x01(\x04\x12\x10\n\x08reaching\x18\x06 \x01(\x08\x32K\n\x0bPeerService\x12<\n\x05Watch\x12\x1b.tandem.v1.WatchPeerRequest\x1a\x14.tandem.v1.PeerState0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHPEERREQUEST']._serialized_start=35
   _globals['_WATCHPEERREQUEST']._serialized_end=53
   _globals['_PEERSTATE']._serialized_start=55
-  _globals['_PEERSTATE']._serialized_end=152
-  _globals['_PEERSERVICE']._serialized_start=154
-  _globals['_PEERSERVICE']._serialized_end=229
+  _globals['_PEERSTATE']._serialized_end=170
+  _globals['_PEERSERVICE']._serialized_start=172
+  _globals['_PEERSERVICE']._serialized_end=247
 # @@protoc_insertion_point(module_scope)

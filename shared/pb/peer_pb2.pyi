@@ -44,6 +44,7 @@ class PeerState(_message.Message):
     SERVING_FIELD_NUMBER: _builtins.int
     CANDIDATE_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    REACHING_FIELD_NUMBER: _builtins.int
     scheduler: _builtins.int
     """Its id: random, new with each start of its parent process. Who is at the address of oneself has one's own id."""
     leading: _builtins.bool
@@ -54,6 +55,8 @@ class PeerState(_message.Message):
     """It would lead."""
     term: _builtins.int
     """The number of its claim: one above all that it had heard of."""
+    reaching: _builtins.bool
+    """A worker that it could use answers it, whoever has it. Who leads asks always, the others where that one is answered by none."""
     def __init__(
         self,
         *,
@@ -62,10 +65,11 @@ class PeerState(_message.Message):
         serving: _builtins.bool = ...,
         candidate: _builtins.bool = ...,
         term: _builtins.int = ...,
+        reaching: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "leading", b"leading", "scheduler", b"scheduler", "serving", b"serving", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "leading", b"leading", "reaching", b"reaching", "scheduler", b"scheduler", "serving", b"serving", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,7 @@ class DescribeResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Hash of the model's configuration."""
     model_name: _builtins.str
@@ -84,6 +85,8 @@ class DescribeResponse(_message.Message):
     """What computes attention, for instance torch."""
     draining: _builtins.bool
     """It is being drained: no new stream opens."""
+    worker: _builtins.int
+    """Its id: random, new with each start. Who answers at two addresses with one id is one worker; 0 tells nothing."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -105,10 +108,11 @@ class DescribeResponse(_message.Message):
         version: _builtins.str = ...,
         attention: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        worker: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "block_size", b"block_size", "draining", b"draining", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_length", b"max_model_length", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "tensor_parallel_size", b"tensor_parallel_size", "version", b"version", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "block_size", b"block_size", "draining", b"draining", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_length", b"max_model_length", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_name", b"model_name", "num_blocks", b"num_blocks", "tensor_parallel_size", b"tensor_parallel_size", "version", b"version", "vocabulary_size", b"vocabulary_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,9 @@ class Scheduler(generation_pb2_grpc.GenerationServiceServicer):
         self.is_active = active
         await self.health.set("tandem.Active", STATUS[active])
 
+    async def Generate(self, request, context):
+        yield pb.GenerateResponse(token_ids=[7], finish=pb.Finish(reason=pb.FINISH_REASON_LENGTH), usage=pb.Usage())
+
     async def Tokenize(self, request, context):
         self.calls += 1
         if not self.is_active:
@@ -166,3 +169,17 @@ def test_a_name_stands_for_all_its_addresses_as_they_change(two: Two, monkeypatc
             time.sleep(0.05)
             with contextlib.suppress(Unavailable):
                 client.tokenize("a")
+
+
+def test_a_new_request_finds_who_has_taken_the_place_behind_the_name(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client may still know the address of the one that is gone, and no other. It was served before, so that is no
+    mistake of its user's."""
+    records(monkeypatch, HOSTS[1])
+    name = f"dns:///schedulers.test:{Scheduler.port}"
+    with Client(name) as client, Client(name) as new:
+        assert client.complete("a").samples[0].token_ids == (7,)
+        two.run(two.schedulers[1].server.stop(0))
+        with pytest.raises(Unavailable):
+            new.complete("a")
+        records(monkeypatch, HOSTS[0])
+        assert client.complete("a").samples[0].token_ids == (7,)

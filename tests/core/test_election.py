@@ -8,12 +8,15 @@ from functools import partial
 
 import pytest
 
-from scheduler_svc.election import ASLEEP_S, CONTEST_S, SETTLE_S, TICK_S, Claim, Election, Role
+from scheduler_svc.claim import Claim
+from scheduler_svc.election import ASLEEP_S, CONTEST_S, SETTLE_S, TICK_S, YIELD_S, Election, Role
 
 PEER_TIMEOUT_S = 2.0
 LEASE_S = 3.0
 SPEAKS_EVERY_S = 0.5
 DELAY_S = 0.05
+SEEN_CHANCE = 0.7
+"""In each tick, that a worker which has come is found."""
 HEALED_IN_S = 3 * (CONTEST_S + PEER_TIMEOUT_S)
 """By then there is one leader again, whatever the world went through."""
 
@@ -39,6 +42,8 @@ class Node:
     stopped: bool = False
     holds: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
+    answered: set[int] = field(default_factory=set)
+    """Workers that have answered it, whoever has them."""
     spoke: float = -1e9
     told: Claim | None = None
 
@@ -86,6 +91,11 @@ class World:
                 self._turn(node)
         self.check()
 
+    def cut_off(self, *nodes: Node) -> None:
+        """From all workers."""
+        ends = [(node.name, ("worker", number)) for node in nodes for number in range(len(self.workers))]
+        self.cuts |= {pair for end in ends for pair in (end, end[::-1])}
+
     def heal(self) -> None:
         """Links do what they should from now on; what was lost is told again soon."""
         self.cuts.clear()
@@ -122,11 +132,12 @@ class World:
         for number, worker in enumerate(self.workers):
             there = worker.is_up and self.reaches(node.name, ("worker", number))
             back = self.reaches(("worker", number), node.name)
+            self._ask(node, number, answers=there and back)
             if node.election.dials and there and worker.holder in (None, node):
                 worker.holder, worker.heard = node, self.now  # a plan arrives
             elif not node.election.dials and worker.holder is node and there:
                 worker.holder = None  # let go
-            held = node.election.dials and there and back
+            held = node.election.dials and number in node.answered
             (node.holds.add if held and worker.holder is node else node.holds.discard)(number)
             (node.refused.add if held and worker.holder is not node else node.refused.discard)(number)
         node.election.workers(
@@ -134,7 +145,15 @@ class World:
             connected=bool(node.holds),
             complete=len(node.holds) == len(self.workers),
             held=bool(node.refused),
+            reaching=bool(node.answered),
         )
+
+    def _ask(self, node: Node, number: int, *, answers: bool) -> None:
+        """An end is seen at once, a return now and then: who waits for it asks again and again."""
+        if not answers or not (node.election.dials or node.election.probes):
+            node.answered.discard(number)
+        elif self.rng.random() < SEEN_CHANCE:
+            node.answered.add(number)
 
     @property
     def serving(self) -> list[Node]:
@@ -143,7 +162,8 @@ class World:
 
     def check(self) -> None:
         """Where all can hear each other, one that just woke too, no two serve, and none serves without a lease."""
-        if self.cuts or self.now - self.whole_since < PEER_TIMEOUT_S + LEASE_S:
+        peers_are_cut = any(isinstance(source, str) and isinstance(target, str) for source, target in self.cuts)
+        if peers_are_cut or self.now - self.whole_since < PEER_TIMEOUT_S + LEASE_S:
             return
         holders = {worker.holder.name for worker in self.workers if worker.holder and worker.holder.election.serves}
         assert len(holders) <= 1, holders
@@ -179,9 +199,9 @@ def test_of_two_that_start_together_the_lower_id_leads_soon(seed: int) -> None:
 def test_without_peers_it_leads_as_soon_as_its_workers_are_there() -> None:
     election = Election(1, PEER_TIMEOUT_S, 0.0, alone=True)
     assert election.dials and election.accepts and not election.serves
-    election.workers(0.1, connected=True, complete=False, held=False)
+    election.workers(0.1, connected=True, complete=False, held=False, reaching=True)
     assert not election.serves, "another worker may be larger"
-    election.workers(0.1 + SETTLE_S, connected=True, complete=False, held=False)
+    election.workers(0.1 + SETTLE_S, connected=True, complete=False, held=False, reaching=True)
     assert election.serves
 
 
@@ -220,7 +240,7 @@ def test_who_was_stopped_becomes_the_standby(seed: int) -> None:
 def test_one_that_was_stopped_listens_before_it_judges() -> None:
     """All that it knows is old: it gives a peer as long as when it starts."""
     election = Election(1, PEER_TIMEOUT_S, 0.0, alone=False)
-    tick = partial(election.workers, connected=False, complete=False, held=False)
+    tick = partial(election.workers, connected=False, complete=False, held=False, reaching=False)
     election.addresses(["peer"], 0.0)
     election.heard("peer", Claim(2, leading=True, serving=True, term=1), 0.1)
     assert election.role is Role.STANDBY
@@ -237,9 +257,9 @@ def test_who_has_a_worker_waits_while_another_one_is_in_other_hands() -> None:
     """It might be that of somebody who serves there."""
     election = Election(1, PEER_TIMEOUT_S, 0.0, alone=True)
     for now in (0.1, 0.1 + SETTLE_S, CONTEST_S):
-        election.workers(now, connected=True, complete=False, held=True)
+        election.workers(now, connected=True, complete=False, held=True, reaching=True)
         assert election.dials and not election.serves
-    election.workers(0.1 + CONTEST_S, connected=True, complete=False, held=True)
+    election.workers(0.1 + CONTEST_S, connected=True, complete=False, held=True, reaching=True)
     assert election.role is Role.STANDBY and not election.accepts
 
 
@@ -261,8 +281,8 @@ def test_of_two_that_lead_one_gives_way(mine: tuple[bool, int], other: Claim, st
     election = Election(5, PEER_TIMEOUT_S, 0.0, alone=False)
     election.addresses(["peer"], 0.0)
     election.led_before(term, 0.0)
-    election.workers(0.1, connected=serving, complete=serving, held=False)
-    assert election.claim == Claim(5, leading=True, serving=serving, term=term)
+    election.workers(0.1, connected=serving, complete=serving, held=False, reaching=serving)
+    assert election.claim == Claim(5, leading=True, serving=serving, term=term, reaching=serving)
     election.heard("peer", other, 0.2)
     assert election.dials is stays
 
@@ -345,16 +365,53 @@ def test_a_core_that_restarts_goes_on_where_it_led() -> None:
     assert world.one_leads() is again
 
 
-def test_who_finds_no_worker_lets_a_peer_try() -> None:
-    world, leader = settled(2)
-    standby = standby_of(world)
-    world.cuts = {
-        pair for number in (0, 1) for pair in ((leader.name, ("worker", number)), (("worker", number), leader.name))
-    }
-    world.run(LEASE_S + 1)
-    leader.election.without_workers(world.now + leader.offset)
-    world.run(2.0)
-    assert world.one_leads() is standby
+@pytest.mark.parametrize("seed", range(20))
+def test_a_leader_that_no_worker_answers_gives_way_to_a_peer_that_one_does(seed: int) -> None:
+    world, leader = settled(seed, nodes=3)
+    first, last = (node for node in world.nodes.values() if node is not leader)
+    world.cut_off(leader, first)
+    world.run(3 * YIELD_S + LEASE_S)
+    assert world.one_leads() is last
+    world.heal()
+    world.run(10.0)
+    assert world.one_leads() is last, "there is no reason to change again"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_worker_that_restarts_stays_where_it_alone_is_left(seed: int) -> None:
+    """Though the standby may find it sooner."""
+    world, leader = settled(seed, workers=1)
+    for _ in range(5):
+        world.workers[0].is_up, world.workers[0].holder = False, None
+        world.run(world.rng.uniform(0.1, 8.0))
+        world.workers[0].is_up = True
+        world.run(2.0)
+        assert world.one_leads() is leader
+
+
+def test_who_hears_later_of_addresses_gives_way_later() -> None:
+    def gives_way_at(**options: float) -> float:
+        election, now = Election(1, PEER_TIMEOUT_S, 0.0, alone=False, **options), 0.0
+        election.addresses(["peer"], now)
+        election.led_before(1, now)
+        while election.dials:
+            now += TICK_S
+            election.heard("peer", Claim(2, reaching=True, term=1), now)
+            election.workers(now, connected=False, complete=False, held=False, reaching=False)
+        return now
+
+    assert YIELD_S <= gives_way_at() < YIELD_S + 1 < 7.0 <= gives_way_at(yield_after=7.0) < 8.0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_where_all_schedulers_hear_each_other_whoever_reaches_a_worker_serves(seed: int) -> None:
+    """Whatever links between them and the workers are cut, both ways or one way."""
+    world, _ = settled(seed, nodes=3, workers=2)
+    ends = [(name, ("worker", number)) for name in world.addresses for number in (0, 1)]
+    world.cuts = {pair for end in ends for pair in (end, end[::-1]) if world.rng.random() < 0.5}
+    world.run(HEALED_IN_S)
+    able = [name for name, worker in ends if not world.cuts & {(name, worker), (worker, name)}]
+    assert [node.name in able for node in world.serving] == [True] * bool(able)
 
 
 def random_world(seed: int, nodes: int) -> None:

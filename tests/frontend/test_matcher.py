@@ -337,6 +337,40 @@ def test_a_bad_grammar_is_told_with_the_parser_s_words(
     assert len(str(error.value)) < 1100
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("(a", "at character 1: unclosed group\n    (a\n    ^"),
+        (r"/\/é/\d(", "at character 8: unclosed group\n    /\\/é/\\d(\n           ^"),
+        (
+            "(?P<n>a)\n(?P<n>b)",
+            f"at character 14: duplicate capture group name\n    (?P<n>a)?(?P<n>b)\n    {' ' * 13}^",
+        ),
+        (f"{'a' * 1000}[{'b' * 1000}", f"at character 1001: unclosed character class\n    {'a' * 30}["),
+        (r"\b", "lookarounds not supported yet"),
+    ],
+)
+def test_a_bad_expression_is_told_in_the_caller_s_own_text(text: str, told: str, tokens: GrammarTokenizer) -> None:
+    """Not in that of the grammar that is made of it."""
+    with pytest.raises(GrammarError) as error:
+        compiled(tokens, "regex", text)
+    assert str(error.value).startswith(told) and "start:" not in str(error.value)
+
+
+def test_a_bad_schema_within_a_grammar_is_told_by_its_place_in_the_request(tokens: GrammarTokenizer) -> None:
+    bad = {"type": "object", "properties": {"x": {"type": "strin"}}}
+    tools = [{"function": {"name": "good"}}, {"function": {"name": "bad", "parameters": bad}}]
+    tags = {"structures": [{"begin": "<a>", "schema": bad, "end": "</a>"}], "triggers": ["<"]}
+    for grammar, told in (
+        (tool_calls(tools), "chat.tools_json[1].parameters: Invalid type: strin"),
+        (tool_calls(tools, "bad"), "chat.tools_json[1].parameters: Invalid type: strin"),
+        (structural_tag(json.dumps(tags)), "structures[0].schema: Invalid type: strin"),
+    ):
+        with pytest.raises(GrammarError) as error:
+            compile_grammar(grammar, tokens)
+        assert str(error.value) == told
+
+
 def test_a_grammar_may_lead_nowhere(tokens: GrammarTokenizer, tokenizer: Tokenizer) -> None:
     matcher = compiled(tokens, "ebnf", 'start: "a" NEVER\nNEVER: /[^\\s\\S]/')
     matcher.consume(tokenizer.token_to_id("a"))

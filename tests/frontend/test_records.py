@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -104,11 +105,35 @@ def test_endings_are_told_as_what_they_are(model: Path) -> None:
     run(scenario())
 
 
-async def ends(served: Served, how: core_pb2.Ended) -> None:
+def test_a_client_that_asks_again_while_nobody_serves_is_one_failure(model: Path) -> None:
+    """And one that got something before nobody served again is another."""
+    unavailable = failed(grpc.StatusCode.UNAVAILABLE.value[0], "no worker for 60 s")
+
+    async def scenario() -> None:
+        async with serving(model) as served:
+            counts = served.frontend.service.counts
+            with structlog.testing.capture_logs() as logs:
+                for _ in range(3):
+                    await ends(served, unavailable, (), request_id="patient")
+                await ends(served, unavailable, (), request_id="another")
+                await ends(served, unavailable, request_id="patient")
+                await ends(served, length(), request_id="patient")
+                await ends(served, unavailable, (), request_id="patient")
+                await served.idle()
+            told = [("patient", "unavailable"), ("another", "unavailable"), ("patient", "unavailable")]
+            told += [("patient", "length"), ("patient", "unavailable")]
+            assert [(line["request_id"], line["outcome"]) for line in lines(logs)] == told
+            assert (counts.finished["unavailable"], counts.finished["length"]) == (4, 1)
+            assert sum(counts.end_to_end.counts) == 5
+
+    run(scenario())
+
+
+async def ends(served: Served, how: core_pb2.Ended, tokens: Sequence[int] = (70,), **fields: object) -> None:
     count = len(served.core.submits)
-    call = asyncio.create_task(fails(served.stub.Generate(request())))
+    call = asyncio.create_task(fails(served.stub.Generate(request(**fields))))
     await until(lambda: len(served.core.submits) > count)
-    served.core.give(served.core.submits[-1], [70], how, cached_tokens=0)
+    served.core.give(served.core.submits[-1], tokens, how, cached_tokens=0)
     await call
 
 

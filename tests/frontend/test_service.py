@@ -21,7 +21,6 @@ from scheduler_svc.frontend.main import Frontend
 from shared.errors import StartupError
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
-from shared.ports import find_free
 from shared.rpc import CHANNEL_OPTIONS, make_channel, until_serving
 from shared.settings import to_json
 from tests.frontend.fake_core import FakeCore, length, ready_state, until
@@ -197,14 +196,16 @@ def test_streams_that_outlast_the_grace_period_end_unavailable(model: Path) -> N
     run(scenario())
 
 
-def test_frontends_share_their_ports_and_each_tells_its_health_on_its_own(model: Path, tmp_path: Path) -> None:
+def test_frontends_share_their_port_and_each_tells_its_health_on_a_socket_of_its_own(
+    model: Path, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with FakeCore(tmp_path / "core") as core:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            own = [find_free("127.0.0.1") for _ in range(2)]
-            configs = [FrontendConfig(model, tmp_path / "core", port=port, own_health_port=health) for health in own]
+            own = [tmp_path / f"health-{number}" for number in range(2)]
+            configs = [FrontendConfig(model, tmp_path / "core", port=port, health_socket=health) for health in own]
             frontends = [Frontend(config) for config in configs]
             for frontend in frontends:
                 await frontend.start()
@@ -213,7 +214,7 @@ def test_frontends_share_their_ports_and_each_tells_its_health_on_its_own(model:
                 async with make_channel(f"127.0.0.1:{port}") as channel:
                     await generation_pb2_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="a"))
             for health in own:
-                await until_serving(f"127.0.0.1:{health}", "readiness")
+                await until_serving(f"unix:{health}", "readiness")
             for frontend in frontends:
                 await frontend.stop()
 

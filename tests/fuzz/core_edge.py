@@ -33,10 +33,10 @@ class RightWorker(WorkerLink):
         """Its stream is open."""
         self._engine = engine
         self._state, self._reference = BatchState(LIMITS), ReferenceWorker(BLOCKS, BLOCK, SLOTS)
-        engine.described(self.group, DESCRIPTION)
+        engine.events.described(self.group, DESCRIPTION)
         self.is_connected = True
-        self._execute(engine.opened(self.group, DESCRIPTION))
-        engine.connected(self.group)
+        self._execute(engine.events.opened(self.group, DESCRIPTION))
+        engine.events.connected(self.group)
 
     def send(self, plan: StepPlan) -> None:
         super().send(plan)
@@ -53,7 +53,7 @@ class RightWorker(WorkerLink):
         data = plan_to_pb(plan, 1).SerializeToString()
         received = plan_from_pb(worker_pb2.StepPlan.FromString(data))
         self._state.inputs(self._state.fold(received))
-        self._engine.result(self.group, self._reference.execute(received))
+        self._engine.events.result(self.group, self._reference.execute(received))
 
 
 class CoreEdge:

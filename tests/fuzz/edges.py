@@ -166,7 +166,7 @@ def _peers(messages: list[bytes]) -> None:
             election.heard("peer", claim_from_pb(peer_pb2.PeerState.FromString(data)), float(number))
     finally:
         for at in range(10, 20):
-            election.workers(float(at), connected=True, complete=True, held=False)
+            election.workers(float(at), connected=True, complete=True, held=False, reaching=True)
             claim_to_pb(election.claim)
 
 

@@ -22,7 +22,7 @@ from tests.gpu.parallel_rank import PROMPT, SUMS, brought, logits, tokens
 from tests.worker.model_folder import write_model, write_moe_model
 from tests.worker.planner import BLOCK, Planner
 from tests.worker.test_launcher import port_of, running
-from worker_svc.launcher import rank_environment
+from worker_svc.environment import rank_environment
 from worker_svc.parallel import TensorParallel
 
 RANKS = 2

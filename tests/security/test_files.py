@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.config import SchedulerConfig, WorkerSecurity
+from shared.certificates import Certificates
 from shared.dialer import Dialer
 from shared.errors import StartupError, Unauthenticated
 from shared.reloaded import Reloaded
@@ -208,6 +210,21 @@ def test_files_that_are_no_certificate_with_its_key_are_refused_at_the_start(
         channel_credentials(ClientSecurity(tls_ca=authority.file, tls_cert=certificate, tls_key=key))
 
 
+def test_a_server_is_given_certificates_when_they_change_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC takes whatever it is given before a handshake for new, and drops what other handshakes may be using."""
+    asked: list[Any] = []
+    monkeypatch.setattr("grpc.dynamic_ssl_server_credentials", lambda first, ask, wanted: asked.append(ask))
+    authority = Authority(tmp_path)
+    certificate, key = authority.sign("one")
+    server_credentials(ServerSecurity(tls_cert=certificate, tls_key=key))
+    (ask,) = asked
+    assert ask() is None and ask() is None
+    authority.sign("one")
+    assert ask() is not None and ask() is None
+
+
 def test_an_expired_certificate_takes_no_valid_ones_place(tmp_path: Path, capsys: Any) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.sign("one")
@@ -219,6 +236,42 @@ def test_an_expired_certificate_takes_no_valid_ones_place(tmp_path: Path, capsys
     assert capsys.readouterr().out.count("the certificate has expired") == 1
     authority.sign("one")
     assert credentials.get() is not valid
+
+
+def test_a_process_that_is_started_again_takes_what_has_expired_meanwhile(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = authority.sign("one", **LONG_AGO)
+    assert server_credentials(ServerSecurity(tls_cert=certificate, tls_key=key), as_child=True)
+    security = ClientSecurity(tls_ca=authority.file, tls_cert=certificate, tls_key=key)
+    credentials = channel_credentials(security, as_child=True)
+    assert credentials is not None
+    expired = credentials.get()
+    authority.sign("one")
+    valid = credentials.get()
+    authority.sign("one", **LONG_AGO)
+    assert expired is not valid is credentials.get()
+
+
+def test_certificates_that_have_expired_are_told_once(tmp_path: Path) -> None:
+    """Of one's own the first of the chain counts, of authorities the last one: they are replaced with an overlap."""
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    old.sign("own", not_after=datetime(2031, 1, 1, tzinfo=UTC))
+    files = {"tls_cert": tmp_path / "own.pem", "tls_key": tmp_path / "own.key", "tls_client_ca": tmp_path / "both"}
+    files["tls_client_ca"].write_bytes(old.file.read_bytes() + new.file.read_bytes())
+    (tmp_path / "none").write_text("no certificate")
+    certificates = Certificates(SchedulerConfig(Path("m"), ("a:1",), **files, tls_ca=tmp_path / "none"))
+    ends = certificates.ends()
+    assert ends.keys() == {"--tls-cert", "--tls-client-ca"}
+    assert ends["--tls-cert"] == datetime(2031, 1, 1, tzinfo=UTC)
+    with structlog.testing.capture_logs() as logs:
+        certificates.warn(datetime(2030, 12, 31, tzinfo=UTC))
+        assert not logs
+        for _ in range(2):
+            certificates.warn(datetime(2031, 1, 2, tzinfo=UTC))
+        (told,) = logs
+        assert told["file"] == f"--tls-cert {tmp_path / 'own.pem'}" and told["expired"] == "2031-01-01 00:00 UTC"
+        certificates.warn(ends["--tls-client-ca"])
+        assert [entry["file"].split()[0] for entry in logs] == ["--tls-cert", "--tls-client-ca"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ class Relay:
         self._relays = relays
         self._target = target
         self._passes = asyncio.Event()
+        self._refuses = False
+        self._open: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
         """Listens."""
@@ -57,14 +59,34 @@ class Relay:
         """Nothing passes."""
         self._relays.run(self._set(False))
 
+    def refuse(self) -> None:
+        """Connections end, and no new one begins."""
+        self._relays.run(self._refuse())
+
     def mend(self) -> None:
         """Everything passes, also what was held back."""
         self._relays.run(self._set(True))
 
     async def _set(self, passes: bool) -> None:
+        self._refuses = False
         (self._passes.set if passes else self._passes.clear)()
 
+    async def _refuse(self) -> None:
+        self._refuses = True
+        for writer in self._open:
+            writer.transport.abort()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refuses:
+            writer.transport.abort()
+            return
+        self._open.add(writer)
+        try:
+            await self._onward(reader, writer)
+        finally:
+            self._open.discard(writer)
+
+    async def _onward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self._target.rpartition(":")
         with contextlib.suppress(OSError, asyncio.CancelledError):
             await self._passes.wait()

@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 SERVERS = ("tandem serve", "tandem worker", "tandem scheduler")
 PORTS = ("50051", "50052")
 SECURITY = {field.name for kind in (ServerSecurity, ClientSecurity) for field in fields(kind)}
-SECURITY |= {"health_port", "worker_token_file"}
+SECURITY |= {"health_port", "worker_token_file", "peer_tls_ca"}
 """Flags that have a page of their own."""
 OWN = {
     "serve": {"model", "workers", "host", "port", "metrics_port", "drain_timeout"},

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.engine import Engine, Outgrown
+from scheduler_svc.engine import Engine
+from scheduler_svc.served_core import Outgrown
 from scheduler_svc.worker_client import Misfit
 from shared.errors import StartupError
 from shared.framing import read_message, write_message
-from shared.pb import core_pb2
+from shared.pb import core_pb2, worker_pb2_grpc
 from shared.ports import find_free
 from shared.types import StepPlan, StepResult, WorkerDescription
+from shared.wire import description_to_pb
 from tandem.models import model_folder
 from tests.patience import PATIENCE_S
+from tests.service.test_worker_client import Worker
 
 
 class Peer:
@@ -63,9 +66,9 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def served(
-    folder: Path, *, groups: int = 1, **settings: float
+    folder: Path, *, groups: int = 1, workers: tuple[str, ...] = (), **settings: float
 ) -> AsyncIterator[tuple[Engine, Peer, asyncio.Task[None]]]:
-    workers = tuple(f"127.0.0.1:{find_free('127.0.0.1')}" for _ in range(groups))
+    workers = workers or tuple(f"127.0.0.1:{find_free('127.0.0.1')}" for _ in range(groups))
     engine = Engine(
         SchedulerConfig(model=model_folder("tiny"), workers=workers, **settings),
         "",
@@ -146,16 +149,16 @@ class Wire:
         self._group = group
         self._link = engine.workers.links[group]
         self._link.send = self._send  # type: ignore[method-assign]
-        engine.described(group, description)
-        self._send(engine.opened(group, description))
+        engine.events.described(group, description)
+        self._send(engine.events.opened(group, description))
         self._link.is_connected = True
         self.answer()
-        engine.connected(group)
+        engine.events.connected(group)
 
     def lose(self) -> None:
         """Its stream ends."""
         self._link.is_connected = False
-        self._engine.lost(self._group)
+        self._engine.events.lost(self._group)
 
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -166,7 +169,7 @@ class Wire:
         step_id, _, _ = self._link.outstanding.popleft()
         (plan,) = [plan for plan in self.plans if plan.step_id == step_id]
         tokens = np.ones(len(plan.rows), dtype=np.int32)
-        self._engine.result(self._group, StepResult(plan.epoch, step_id, tokens))
+        self._engine.events.result(self._group, StepResult(plan.epoch, step_id, tokens))
 
     async def planned(self, rows: int) -> None:
         """Waits for the next plan, which must have so many rows."""
@@ -254,6 +257,34 @@ def test_a_worker_that_never_comes_holds_nobody_up(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+class IdleWorker(Worker):
+    """Says who it is."""
+
+    async def Describe(self, request, context):
+        return description_to_pb(described(worker=5))
+
+
+def test_one_worker_under_two_names_is_one_group(tmp_path: Path) -> None:
+    """Else each would take it from the other."""
+
+    async def scenario() -> None:
+        server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(IdleWorker({}, 10**6), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        names = (f"127.0.0.1:{port}", f"localhost:{port}")
+        async with served(tmp_path, workers=names) as (engine, _, _), asyncio.timeout(PATIENCE_S):
+            links = engine.workers.links.values()
+            while [link.is_connected for link in links].count(True) != 1 or not any(link.is_refused for link in links):
+                await asyncio.sleep(0.01)
+            (group,) = [group for group in engine.state().groups if group.refused]
+            (other,) = {*names} - {group.endpoint}
+            assert group.problem == f"is the same worker as {other}: name it once in --workers"
+        await server.stop(0)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -269,11 +300,11 @@ def test_a_core_that_no_worker_fits_any_more_makes_way_for_another(
         async with served(tmp_path, groups=2) as (engine, _, running):
             only = Wire(engine, 0, EIGHT_TOKENS)
             with pytest.raises(Misfit, match=problem):
-                engine.described(1, described(**changes))
+                engine.events.described(1, described(**changes))
             assert not running.done(), "the first one serves"
             only.lose()
             with pytest.raises(Misfit):
-                engine.described(1, described(**changes))
+                engine.events.described(1, described(**changes))
             with pytest.raises(Outgrown, match=problem):
                 await asyncio.wait_for(running, PATIENCE_S)
 
@@ -287,7 +318,7 @@ def test_only_the_one_worker_that_there_is_ends_a_scheduler_of_another_model(
     async def scenario() -> None:
         async with served(tmp_path, groups=groups) as (engine, _, _):
             with pytest.raises(error, match="fingerprint another"):
-                engine.described(0, described(fingerprint="another"))
+                engine.events.described(0, described(fingerprint="another"))
 
     asyncio.run(scenario())
 
@@ -306,13 +337,13 @@ def test_a_malformed_submit_fails_alone(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("verb", ["abort_by_id", "_plan"])
+@pytest.mark.parametrize("verb", ["abort_by_id", "plan"])
 def test_a_bug_ends_the_process_instead_of_leaving_it_deaf(tmp_path: Path, verb: str) -> None:
     async def scenario() -> None:
         async with served(tmp_path) as (engine, peer, running):
-            setattr(engine, verb, lambda *_: 1 // 0)
-            if verb == "_plan":
-                engine.connected(0)
+            setattr(engine.events.planning if verb == "plan" else engine, verb, lambda *_: 1 // 0)
+            if verb == "plan":
+                engine.events.connected(0)
             else:
                 peer.abort("nobody")
             with pytest.raises(ZeroDivisionError):

@@ -10,7 +10,6 @@ from shared.pb import generation_pb2 as pb
 from tandem import tiny
 from tests.service.tandem_process import generate_all, running, until_idle
 from tests.service.test_loss import disturbed, kill
-from tests.worker.model_folder import reference_greedy
 
 PROMPT = "It is a truth universally acknowledged"
 
@@ -28,6 +27,8 @@ def requests() -> list[pb.GenerateRequest]:
 
 @pytest.mark.parametrize("arguments", [[], ["--tensor-parallel", "2", "--expert-parallel"]], ids=["one", "two"])
 def test_a_worker_of_experts_may_die(tmp_path: Path, arguments: list[str]) -> None:
+    from tests.worker.model_folder import reference_greedy  # with transformers, which takes seconds
+
     common = ["--model", "tiny-moe", "--dtype", "float64", "--kv-cache-memory", "64"]
     with running(tmp_path / "log", *common, *arguments) as service:
         undisturbed = asyncio.run(generate_all(service.endpoint, requests()))

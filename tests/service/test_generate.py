@@ -9,12 +9,12 @@ import grpc
 import pytest
 import torch
 from grpc import aio
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
 from tandem.models import model_folder
 from tests.patience import PATIENCE_S
+from tests.service.standing_still import StandingStill
 from tests.service.tandem_process import (
     Output,
     Tandem,
@@ -41,7 +41,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tandem]:
 
 @cache
 def reference():
-    """The same weights in transformers."""
+    """The same weights in transformers, imported here alone: it takes seconds, in every process that collects tests."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     folder = model_folder("tiny")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     return AutoTokenizer.from_pretrained(folder), model.eval()
@@ -229,31 +231,33 @@ def test_a_deadline_frees_everything(service: Tandem) -> None:
 
 
 def test_more_important_requests_come_first(tmp_path) -> None:
-    """With one place to run, a later but more important request ends before those that wait."""
-    with running(tmp_path / "log", "--max-num-seqs", "1", "--kv-cache-memory", "64") as service:
+    """With one place to run, a later but more important request ends before the one that runs and those that wait."""
+    still = StandingStill(tmp_path)
+    arguments = ["--max-num-seqs", "1", "--kv-cache-memory", "64", *still.arguments]
+    with running(tmp_path / "log", *arguments, **still.env) as service:
 
         async def scenario() -> list[str]:
             ended: list[str] = []
 
-            async def one(name: str, priority: int, max_tokens: int = 20) -> None:
-                await follow(channel, request(priority=priority, max_tokens=max_tokens), Output())
+            async def one(name: str, priority: int) -> None:
+                await follow(channel, request(priority=priority, max_tokens=20), Output())
                 ended.append(name)
 
             async with aio.insecure_channel(service.endpoint) as channel:
-                first = asyncio.create_task(one("first", 1, LONG))
-                while not (await load(service.endpoint)).running:
-                    await asyncio.sleep(0.01)
-                others = [asyncio.create_task(one(name, 1)) for name in ("second", "third")]
-                while (await load(service.endpoint)).queued < len(others):
-                    await asyncio.sleep(0.01)
-                important = asyncio.create_task(one("important", 0))
-                while not important.done() and (await load(service.endpoint)).queued <= len(others):
-                    await asyncio.sleep(0.01)
-                first.cancel()
-                await asyncio.gather(important, *others)
+                with still.now():
+                    first = asyncio.create_task(one("first", 1))
+                    while not (await load(service.endpoint)).running:
+                        await asyncio.sleep(0.01)
+                    others = [asyncio.create_task(one(name, 1)) for name in ("second", "third")]
+                    while (await load(service.endpoint)).queued < len(others):
+                        await asyncio.sleep(0.01)
+                    important = asyncio.create_task(one("important", 0))
+                    while (await load(service.endpoint)).queued <= len(others):
+                        await asyncio.sleep(0.01)
+                await asyncio.gather(first, important, *others)
             return ended
 
-        assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == ["important", "second", "third"]
+        assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == ["important", "first", "second", "third"]
 
 
 def test_what_can_never_fit_the_pool_is_refused_at_once(tmp_path) -> None:

@@ -30,6 +30,8 @@ from tests.patience import PATIENCE_S
 from tests.service.scrape import scrape_until
 from tests.service.tandem_process import Tandem, generate_all, load, running, until_idle
 
+PAUSE_S = 0.2
+"""Of a client between two requests: load that takes all there is would take it from the workers that start."""
 NAME = "workers.test"
 RESOLVER = """
 import pathlib, socket
@@ -177,6 +179,7 @@ def under_load(service: Service, change: Callable[[], None]) -> None:
             assert (output.token_ids, output.text) == (expected.token_ids, expected.text)
             assert output.finish == expected.finish
             count += 1
+            await asyncio.sleep(PAUSE_S)
         return count
 
     async def scenario() -> list[int]:

@@ -51,7 +51,7 @@ class Worker:
 @contextlib.asynccontextmanager
 async def service(folder: Path, worker: Worker) -> AsyncIterator[tuple[Engine, Frontend]]:
     endpoint = f"127.0.0.1:{worker.port}"
-    config = SchedulerConfig(model=MODEL, workers=(endpoint,))
+    config = SchedulerConfig(model=MODEL, workers=(endpoint,), worker_loss_timeout=PATIENCE_S)
     engine = Engine(config, load_model_config(MODEL).fingerprint, scheduler=3, instance=1, hash_seed=2)
     frontend = Frontend(FrontendConfig(model=MODEL, core_socket=folder / "core.sock"))
     running = asyncio.create_task(engine.run(str(folder / "core.sock")))

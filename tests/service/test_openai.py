@@ -25,7 +25,8 @@ from shared.ports import find_free
 from shared.process import STARTUP_FAILED
 from tandem import Client, gateway
 from tests.patience import PATIENCE_S
-from tests.service.tandem_process import Tandem, ending_early, generate, load, running
+from tests.service.standing_still import StandingStill
+from tests.service.tandem_process import Tandem, ending_early, generate, load, running, until_idle
 from tests.service.test_docs import DOCS, blocks
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed: pip install openai")
@@ -62,10 +63,15 @@ def client(http_port: int, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def still(tmp_path_factory: pytest.TempPathFactory) -> StandingStill:
+    return StandingStill(tmp_path_factory.mktemp("still"))
+
+
+@pytest.fixture(scope="module")
+def service(still: StandingStill, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     log = tmp_path_factory.mktemp("openai") / "log"
-    limits = ("--kv-cache-memory", "64", "--max-num-seqs", "2", "--max-queue", "4")
-    with running(log, "--dtype", "float64", *limits, kind=OpenAI) as service:
+    limits = ("--kv-cache-memory", "64", "--max-num-seqs", "2", "--max-queue", "4", *still.arguments)
+    with running(log, "--dtype", "float64", *limits, kind=OpenAI, **still.env) as service:
         yield service
 
 
@@ -246,40 +252,45 @@ async def until(service: Tandem, condition: Callable[[pb.GetLoadResponse], bool]
             await asyncio.sleep(0.02)
 
 
-def test_a_client_that_leaves_a_stream_ends_its_request(service: OpenAI) -> None:
+def test_a_client_that_leaves_a_stream_ends_its_request(service: OpenAI, still: StandingStill) -> None:
     with ending_early(service.endpoint, LONG["max_tokens"]):
         stream = service.client().completions.create(**LONG, stream=True)
         next(iter(stream))
-        asyncio.run(until(service, lambda load: load.running == 1))
-        stream.close()
+        with still.now():
+            asyncio.run(until(service, lambda load: load.running == 1))
+            stream.close()  # the gateway notices when it has the next piece for it
 
 
-def test_a_client_that_leaves_before_its_answer_ends_its_request(service: OpenAI) -> None:
+def test_a_client_that_leaves_before_its_answer_ends_its_request(service: OpenAI, still: StandingStill) -> None:
     async def scenario() -> None:
         async with service.asking() as asking:
             call = asyncio.create_task(asking.completions.create(**LONG))
             await until(service, lambda load: load.running == 1)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
+        await until_idle(service.endpoint)
 
-    with ending_early(service.endpoint, LONG["max_tokens"]):
+    with still.now():
         asyncio.run(scenario())
 
 
-def test_who_finds_the_queue_full_gets_429(service: OpenAI) -> None:
+def test_who_finds_the_queue_full_gets_429(service: OpenAI, still: StandingStill) -> None:
     async def scenario() -> None:
         async with service.asking() as asking:
-            taken = [asyncio.create_task(asking.completions.create(**LONG)) for _ in range(6)]  # two run, four wait
-            await until(service, lambda load: load.queued == 4)
-            with pytest.raises(openai.RateLimitError, match="try again"):
-                await asking.completions.create(**LONG)
-            for call in taken:
-                call.cancel()
-            ends = await asyncio.gather(*taken, return_exceptions=True)
-            assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+            taken = [asyncio.create_task(asking.completions.create(**LONG)) for _ in range(2)]
+            await until(service, lambda load: load.running == 2)
+            with still.now():
+                taken += [asyncio.create_task(asking.completions.create(**LONG)) for _ in range(4)]
+                await until(service, lambda load: load.queued == 4)
+                with pytest.raises(openai.RateLimitError, match="try again"):
+                    await asking.completions.create(**LONG)
+                for call in taken:
+                    call.cancel()
+                ends = await asyncio.gather(*taken, return_exceptions=True)
+                assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+                await until_idle(service.endpoint)
 
-    with ending_early(service.endpoint, 6 * LONG["max_tokens"]):
-        asyncio.run(scenario())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("role", ["rank", "core"])

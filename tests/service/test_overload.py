@@ -1,6 +1,6 @@
 """More than the service can take: who waits, whose turn it is, who is refused; and a lost worker changes nothing of it.
 
-The worker is stopped while requests come, so that they wait however fast it is.
+The worker stands still while requests come, so that they wait however fast it is.
 """
 
 import asyncio
@@ -15,18 +15,24 @@ from shared.pb import generation_pb2 as pb
 from shared.pb import generation_pb2_grpc
 from tandem import AsyncClient
 from tests.patience import PATIENCE_S
+from tests.service.standing_still import StandingStill
 from tests.service.tandem_process import Output, Tandem, generate_all, load, running, until_idle
 
 PLACES = 6
 """In the queue, beside the one that runs."""
-QUEUE_TIME_S = 20.0
+QUEUE_TIME_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tandem]:
+def still(tmp_path_factory: pytest.TempPathFactory) -> StandingStill:
+    return StandingStill(tmp_path_factory.mktemp("still"))
+
+
+@pytest.fixture(scope="module")
+def service(still: StandingStill, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tandem]:
     arguments = ["--dtype", "float64", "--kv-cache-memory", "64", "--max-num-seqs", "1", "--fair-by", "x-tenant"]
-    limits = ["--max-queue", str(PLACES), "--max-queue-time", str(QUEUE_TIME_S)]
-    with running(tmp_path_factory.mktemp("overload") / "log", *arguments, *limits) as service:
+    arguments += ["--max-queue", str(PLACES), "--max-queue-time", str(QUEUE_TIME_S), *still.arguments]
+    with running(tmp_path_factory.mktemp("overload") / "log", *arguments, **still.env) as service:
         yield service
 
 
@@ -54,7 +60,9 @@ async def until_live(service: Tandem, requests: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_one_tenant_s_flood_does_not_delay_another_and_a_lost_worker_changes_nothing(service: Tandem) -> None:
+def test_one_tenant_s_flood_does_not_delay_another_and_a_lost_worker_changes_nothing(
+    service: Tandem, still: StandingStill
+) -> None:
     wanted = [request(number) for number in range(5)]
     expected = asyncio.run(generate_all(service.endpoint, wanted))
 
@@ -62,12 +70,12 @@ def test_one_tenant_s_flood_does_not_delay_another_and_a_lost_worker_changes_not
         ended: list[str] = []
         (rank,) = service.processes("rank")
         async with aio.insecure_channel(service.endpoint) as channel:
-            rank.suspend()
-            streams = []
-            for number, tenant in enumerate(["flood"] * 4 + ["other"], 1):
-                streams.append(asyncio.create_task(follow(channel, wanted[number - 1], tenant, ended)))
-                await until_live(service, number)
-            rank.kill()
+            with still.now():
+                streams = []
+                for number, tenant in enumerate(["flood"] * 4 + ["other"], 1):
+                    streams.append(asyncio.create_task(follow(channel, wanted[number - 1], tenant, ended)))
+                    await until_live(service, number)
+                rank.kill()
             return await asyncio.gather(*streams), ended
 
     outputs, ended = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
@@ -76,25 +84,25 @@ def test_one_tenant_s_flood_does_not_delay_another_and_a_lost_worker_changes_not
     asyncio.run(until_idle(service.endpoint))
 
 
-def test_who_is_refused_is_told_when_to_come_again_and_the_client_library_does(service: Tandem) -> None:
+def test_who_is_refused_is_told_when_to_come_again_and_the_client_library_does(
+    service: Tandem, still: StandingStill
+) -> None:
     async def scenario() -> None:
-        (rank,) = service.processes("rank")
         async with aio.insecure_channel(service.endpoint) as channel, AsyncClient(service.endpoint) as client:
-            rank.suspend()
-            streams = [asyncio.create_task(follow(channel, request(0, 5), "a", []))]
-            await until_live(service, 1)
-            streams += [asyncio.create_task(follow(channel, request(0, 5), "a", [])) for _ in range(PLACES)]
-            await until_live(service, 1 + PLACES)
-            with pytest.raises(aio.AioRpcError) as refused:
-                await follow(channel, request(1), "b", [])
-            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            trailers = dict(refused.value.trailing_metadata() or ())
-            status, hint = status_pb2.Status(), error_details_pb2.RetryInfo()
-            status.ParseFromString(trailers["grpc-status-details-bin"])
-            assert status.details[0].Unpack(hint) and 100 <= hint.retry_delay.ToMilliseconds() <= 60_000
-            patient = asyncio.create_task(client.complete("It is", max_tokens=3, ignore_eos=True))
-            await asyncio.sleep(0.2)
-            rank.resume()
+            with still.now():
+                streams = [asyncio.create_task(follow(channel, request(0, 5), "a", []))]
+                await until_live(service, 1)
+                streams += [asyncio.create_task(follow(channel, request(0, 5), "a", [])) for _ in range(PLACES)]
+                await until_live(service, 1 + PLACES)
+                with pytest.raises(aio.AioRpcError) as refused:
+                    await follow(channel, request(1), "b", [])
+                assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                trailers = dict(refused.value.trailing_metadata() or ())
+                status, hint = status_pb2.Status(), error_details_pb2.RetryInfo()
+                status.ParseFromString(trailers["grpc-status-details-bin"])
+                assert status.details[0].Unpack(hint) and 100 <= hint.retry_delay.ToMilliseconds() <= 60_000
+                patient = asyncio.create_task(client.complete("It is", max_tokens=3, ignore_eos=True))
+                await asyncio.sleep(0.2)
             assert len((await patient).samples[0].token_ids) == 3
             await asyncio.gather(*streams)
 
@@ -102,22 +110,20 @@ def test_who_is_refused_is_told_when_to_come_again_and_the_client_library_does(s
     asyncio.run(until_idle(service.endpoint))
 
 
-def test_a_deadline_that_passes_in_the_queue_costs_no_step(service: Tandem) -> None:
+def test_a_deadline_that_passes_in_the_queue_costs_no_step(service: Tandem, still: StandingStill) -> None:
     async def scenario() -> None:
-        (rank,) = service.processes("rank")
         async with aio.insecure_channel(service.endpoint) as channel:
-            rank.suspend()
-            first = asyncio.create_task(follow(channel, request(0), "a", []))
-            await until_live(service, 1)
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            late = request(1)
-            late.request_id = "late"
-            with pytest.raises(aio.AioRpcError) as error:
-                async for _ in stub.Generate(late, timeout=0.3):
-                    pass
-            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            await until_live(service, 1)
-            rank.resume()
+            with still.now():
+                first = asyncio.create_task(follow(channel, request(0), "a", []))
+                await until_live(service, 1)
+                late = request(1)
+                late.request_id = "late"
+                with pytest.raises(aio.AioRpcError) as error:
+                    async for _ in stub.Generate(late, timeout=0.3):
+                        pass
+                assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                await until_live(service, 1)
             await first
             stats = await stub.GetStats(pb.GetStatsRequest(max_requests=10))
             (ended,) = [one for one in stats.latest if one.request_id == "late"]

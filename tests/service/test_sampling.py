@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from grpc import aio
-from transformers import AutoTokenizer
 
 from shared.logit_rules import LogitRules
 from shared.logprobs import TokenEntry
@@ -48,6 +47,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tandem]:
 
 @cache
 def tokenizer() -> Any:
+    from transformers import AutoTokenizer  # takes seconds
+
     return AutoTokenizer.from_pretrained(model_folder("tiny"))
 
 

@@ -27,6 +27,8 @@ from tests.service.relay import Relay, Relays
 from tests.service.schedulers import Disturbance, Scheduler, Worker, all_at_once, expected, running_worker
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+PAUSE_S = 0.05
+"""Of a client between two requests: what starts meanwhile needs its share, too."""
 
 
 class Pair:
@@ -148,7 +150,7 @@ def _asks_on(pair: Pair, stop: threading.Event, problems: list[str]) -> None:
     """Requests that begin at any time, one after another."""
     texts = set()
     with Client(pair.endpoints) as client:
-        while not stop.is_set():
+        while not stop.wait(PAUSE_S):
             try:
                 texts.add(client.complete("It is", max_tokens=5, temperature=0.0).text)
             except Exception as error:
@@ -243,6 +245,17 @@ def test_all_links_of_the_active_one_are_cut(pair: Pair, undisturbed: list[objec
     for link in links:
         link.mend()
     _until(lambda: not _serves(active.endpoint, "tandem.Active") and _stands_by(active.endpoint))
+    assert pair.active is successor is not active
+
+
+def test_a_leader_that_reaches_no_worker_gives_way_to_a_peer_that_does(pair: Pair, undisturbed: list[object]) -> None:
+    """They hear each other all the while."""
+    active = pair.active
+    link = pair.links[active]["worker"]
+    under_load(pair, undisturbed, link.refuse)
+    pair.until("both", "ready")
+    successor = pair.active
+    link.mend()
     assert pair.active is successor is not active
 
 

@@ -10,7 +10,7 @@ from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
 from shared.pb import generation_pb2 as pb
 from tandem.models import model_folder
@@ -18,7 +18,8 @@ from tests.patience import PATIENCE_S
 from tests.service.tandem_process import Tandem, generate, running
 
 BLOCK_SIZE = 64
-PROMPT: list[int] = AutoTokenizer.from_pretrained(model_folder("tiny"))("It is a truth universally " * 24)["input_ids"]
+TOKENIZER = Tokenizer.from_file(str(model_folder("tiny") / "tokenizer.json"))
+PROMPT: list[int] = TOKENIZER.encode("It is a truth universally " * 24).ids
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.main import get_command
@@ -53,6 +54,21 @@ def test_every_option_is_told_whole_and_every_example_parses(name: str) -> None:
         words = shlex.split(example.split("<")[0])
         assert words[:2] == ["tandem", name]
         command.make_context(name, words[2:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes"),
+    [([], (2, 1, "leader", 29500)), (["--node-rank", "0", "--master-addr", "10.0.0.2"], (2, 0, "10.0.0.2", 29500))],
+)
+def test_a_leader_worker_set_tells_a_worker_its_place_and_flags_win(
+    flags: list[str], nodes: tuple[object, ...]
+) -> None:
+    env = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
+    logging = mock.patch("tandem.cli.configure_logging")  # it would be of this process, to the runner's standard error
+    with logging, mock.patch("worker_svc.main.run", return_value=0) as run:
+        CliRunner().invoke(app, ["worker", "--model", "tiny", *flags], env=env)
+    (config,) = run.call_args.args
+    assert (config.nnodes, config.node_rank, config.master_addr, config.master_port) == nodes
 
 
 def test_options_of_serve_are_grouped_by_process() -> None:

@@ -24,6 +24,13 @@ def test_a_gpu_for_each_rank() -> None:
         choose_device(WorkerConfig("model", device="cuda", tensor_parallel=2), 1)
 
 
+def test_a_node_s_ranks_have_its_own_gpus() -> None:
+    config = WorkerConfig("model", device="cuda", tensor_parallel=4, nnodes=2, node_rank=1, master_addr="leader")
+    chosen = mock.patch.object(torch.cuda, "set_device")
+    with mock.patch.object(torch.cuda, "device_count", return_value=2), chosen:
+        assert [choose_device(config, rank).index for rank in config.ranks] == [0, 1]
+
+
 @pytest.mark.parametrize("attention", ["fa3", "fa2", "triton"])
 def test_attention_that_needs_a_gpu(tmp_path: Path, attention: str) -> None:
     with pytest.raises(StartupError, match=f"--attention {attention}: it needs a GPU"):

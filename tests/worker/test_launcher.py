@@ -23,7 +23,7 @@ from shared.types import StepPlan
 from shared.wire import plan_to_pb, result_from_pb
 from tests.patience import PATIENCE_S
 from tests.worker.model_folder import write_model
-from worker_svc.launcher import rank_environment
+from worker_svc.environment import rank_environment
 
 START = """
 import json, sys

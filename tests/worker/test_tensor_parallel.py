@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +22,8 @@ from tests.patience import PATIENCE_S
 from tests.worker.model_folder import write_model, write_moe_model
 from tests.worker.tensor_parallel_rank import outputs
 from worker_svc.model_checks import check_degree
-from worker_svc.parallel import TensorParallel, _peers
+from worker_svc.parallel import TensorParallel, _connect, _peers
+from worker_svc.store import Store
 
 MODELS: dict[str, dict[str, Any]] = {
     "split K/V heads, tied": {},
@@ -48,9 +52,26 @@ def test_a_group_equals_one_rank(tmp_path: Path, size: int) -> None:
         assert result == alone[spec["model"]], name
 
 
+def test_gpus_of_several_nodes_leave_it_to_nccl() -> None:
+    with mock.patch.object(torch.cuda, "can_device_access_peer", return_value=True), capture_logs() as logs:
+        assert _peers(0, 4, 2, torch.device("cuda", 0)) is None
+    (warning,) = logs
+    assert warning["reason"] == "the ranks are on 2 nodes"
+
+
+def test_ranks_on_other_devices_are_told_so() -> None:
+    """As of --device auto, where one node's GPUs are missing: NCCL would wait for them for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        store = Store("127.0.0.1", listener.getsockname()[1], "epoch", 2)
+        first = pool.submit(_connect, replace(store, listener=os.dup(listener.fileno())), 0, torch.device("cuda"))
+        with pytest.raises(StartupError, match="--device: rank 0 runs on cuda, rank 1 on cpu"):
+            _connect(store, 1, torch.device("cpu"))
+        first.result()
+
+
 def test_gpus_that_do_not_reach_each_other_leave_it_to_nccl() -> None:
     with mock.patch.object(torch.cuda, "can_device_access_peer", return_value=False), capture_logs() as logs:
-        assert _peers(0, 2, torch.device("cuda", 0)) is None
+        assert _peers(0, 2, 1, torch.device("cuda", 0)) is None
     (warning,) = logs
     assert warning["reason"] == "GPU 0 can't reach the memory of GPU 1"
 
@@ -74,6 +95,16 @@ def test_degrees_that_do_not_divide_are_refused(tmp_path: Path, changes: dict[st
     model = load_model_config(write_model(tmp_path, **changes))
     with pytest.raises(StartupError, match=f"over {legal} ranks"):
         check_degree(model, size, expert_parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "nnodes", "legal"),
+    [(1, 2, "2, 4 ranks on --nnodes 2"), (2, 4, "4 ranks on --nnodes 4"), (3, 3, "no number of")],
+)
+def test_degrees_that_nodes_do_not_allow(tmp_path: Path, size: int, nnodes: int, legal: str) -> None:
+    model = load_model_config(write_model(tmp_path))
+    with pytest.raises(StartupError, match=f"--tensor-parallel {size}: .* can be split over {legal}"):
+        check_degree(model, size, expert_parallel=False, nnodes=nnodes)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from worker_svc.parallel import TensorParallel, join
 from worker_svc.runner.batch import BatchState, Limits
 from worker_svc.runner.row_sampler import RowSampler
 from worker_svc.runner.runner import Runner, TorchRunner
+from worker_svc.store import Store
 
 _log = structlog.get_logger(__name__)
 
@@ -28,22 +29,20 @@ _CPU_CACHE_MIB = 1024
 
 
 def choose_device(config: WorkerConfig, rank: int) -> torch.device:
-    """The rank's device, made current. Raises StartupError where it is not there."""
+    """The rank's device, made current. Raises StartupError where its node does not have it."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if rank >= torch.cuda.device_count():
-        raise StartupError(
-            f"--device cuda: {config.tensor_parallel} GPUs are needed, there are {torch.cuda.device_count()}"
-        )
-    device = torch.device("cuda", rank)
+    if (index := rank - config.ranks.start) >= torch.cuda.device_count():
+        raise StartupError(f"--device cuda: {len(config.ranks)} GPUs are needed, there are {torch.cuda.device_count()}")
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
 def start_rank(
-    config: WorkerConfig, model_config: ModelConfig, rank: int, rendezvous: Path
+    config: WorkerConfig, model_config: ModelConfig, rank: int, rendezvous: Path | Store
 ) -> tuple[Runner, TensorParallel]:
-    """Joins the other ranks at a file that they share, and builds this one's runner. Raises StartupError."""
+    """Joins the other ranks and builds this one's runner. Raises StartupError."""
     device = choose_device(config, rank)
     group = join(rank, config.tensor_parallel, rendezvous, device)
     runner = build_runner(config, model_config, group, device)
