@@ -49,14 +49,15 @@ async def meet(config: WorkerConfig, terms: Mapping[str, str]) -> Meeting:
 
 @dataclass
 class _Waiting:
-    """Tells the log what is waited for: when that changes, and every ten seconds."""
+    """Tells the log what is waited for, the same only every ten seconds: tries may end in two ways in turn."""
 
-    told: str = ""
-    at: float = 0.0
+    told: dict[str, float] = field(default_factory=dict)
 
     def tell(self, reason: str) -> None:
-        if reason != self.told or monotonic() - self.at > _REMIND_S:
-            self.told, self.at = reason, monotonic()
+        now = monotonic()
+        self.told = {told: at for told, at in self.told.items() if now - at < _REMIND_S}
+        if reason not in self.told:
+            self.told[reason] = now
             _log.info("waiting for the other nodes", reason=reason)
 
 
@@ -85,7 +86,9 @@ class _Arrivals:
         elif not 0 < node_rank < self.config.nnodes:
             link.say(Kind.REFUSED, reason=f"--node-rank {node_rank}: there are {self.config.nnodes} nodes")
         elif node_rank in self.missing():
-            self.links[node_rank] = link
+            former, self.links[node_rank] = self.links.get(node_rank), link
+            if former is not None:
+                await former.close()
             return
         else:
             link.say(Kind.BUSY, reason=f"{self.links[node_rank].name} is here: is --node-rank given twice?")

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from shared.errors import StartupError
+from shared.model_config import load_model_config
 from shared.ports import find_free
+from tandem import tiny
 from tests.patience import PATIENCE_S
 from worker_svc.config import WorkerConfig
 from worker_svc.node_link import Kind, NodeLink, NodeLost
 from worker_svc.node_meeting import Meeting, _Arrivals, _try, _Waiting, meet
+from worker_svc.nodes import difference, terms
 from worker_svc.routes import interface_to
 
 TERMS = {"--dtype": "float64", "version": "1"}
@@ -120,6 +123,39 @@ def test_a_second_node_of_the_same_rank_waits_for_the_first_one_s_end() -> None:
     run(scenario)
 
 
+def test_who_is_sent_away_again_and_again_says_why_and_not_each_time() -> None:
+    """Ten seconds are between two lines that say the same; there are hundreds of tries within them."""
+
+    async def scenario(port: int) -> None:
+        tries = 0
+
+        async def busy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal tries
+            tries += 1
+            writer.write(b'{"kind": "busy", "reason": "another one is here"}\n')
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(busy, "127.0.0.1", port)
+        with capture_logs() as logs, mock.patch("worker_svc.node_meeting._PAUSE_S", 0.001):
+            one = node(1, port)
+            await until(lambda: tries > 20)
+        one.cancel()
+        server.close()
+        assert len(logs) < tries / 2 and any("another one is here" in entry["reason"] for entry in logs), logs
+
+    run(scenario)
+
+
+def test_nodes_whose_patience_differs_are_told_so() -> None:
+    """One that counts as silent before it has said anything would end the group again and again."""
+    given = {"tensor_parallel": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
+    patient, hasty = (WorkerConfig(str(tiny.DENSE), step_timeout=timeout, **given) for timeout in (10.0, 0.5))  # type: ignore[arg-type]
+    model = load_model_config(tiny.DENSE)
+    told = difference(terms(patient, model), terms(hasty, model), 1)
+    assert told == "--step-timeout: node 0 has 10.0, node 1 has 0.5"
+
+
 def test_strangers_at_the_port_do_not_disturb() -> None:
     async def scenario(port: int) -> None:
         zero = node(0, port)
@@ -135,8 +171,12 @@ def test_strangers_at_the_port_do_not_disturb() -> None:
 class Deaf:
     """The writing end of a connection whose reader does not matter."""
 
-    def get_extra_info(self, name: str) -> tuple[str, int]:
-        return "127.0.0.1", 1
+    def __init__(self, peername: tuple[str, int] | None = ("127.0.0.1", 1)) -> None:
+        self.closed = False
+        self._peername = peername
+
+    def get_extra_info(self, name: str) -> tuple[str, int] | None:
+        return self._peername
 
     def is_closing(self) -> bool:
         return False
@@ -145,7 +185,7 @@ class Deaf:
         pass
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
     async def wait_closed(self) -> None:
         pass
@@ -198,6 +238,43 @@ def test_whatever_node_0_says_the_other_one_names_it(lines: list[bytes]) -> None
             assert meeting.store is not None and isinstance(meeting.store.port, int)
 
     asyncio.run(scenario())
+
+
+def test_who_is_gone_before_anybody_knows_who_it_was_is_lost_like_others() -> None:
+    """A connection that was reset at once has no peer that the system could name."""
+
+    async def scenario(port: int) -> None:
+        gone = NodeLink("node 0", heard([]), Deaf(None), 5.0)  # type: ignore[arg-type]
+        with pytest.raises(NodeLost, match="node 0 has closed its connection"):
+            await gone.until_said(Kind.START)
+        await gone.close()
+
+    run(scenario)
+
+
+def test_of_a_node_that_comes_again_and_again_one_connection_is_kept() -> None:
+    async def scenario(port: int) -> None:
+        hello = json.dumps({"kind": "hello", "node_rank": 1, "terms": TERMS}).encode()
+        arrivals, writers, others = _Arrivals(config(0, 1, 3), TERMS), [Deaf(), Deaf(), Deaf()], asyncio.all_tasks()
+        for writer in writers:
+            await arrivals.accept(heard([hello]), writer)  # type: ignore[arg-type]
+            await until(lambda: bool(arrivals.links[1].lost))
+        assert [writer.closed for writer in writers] == [True, True, False]
+        await until(lambda: len(asyncio.all_tasks() - others) == 1)  # the beat of the last one
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("host", [".tandem.svc", "a..b", "a" * 64])
+def test_what_can_be_no_name_is_told_and_waited_for(host: str) -> None:
+    async def scenario(port: int) -> None:
+        with capture_logs() as logs:
+            waits = node(1, port, host=host)
+            await until(lambda: bool(logs) or waits.done())
+        waits.cancel()
+        assert "a part of it is empty or too long" in logs[0]["reason"]
+
+    run(scenario)
 
 
 @contextlib.contextmanager
