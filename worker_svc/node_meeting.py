@@ -136,9 +136,11 @@ async def _listen(config: WorkerConfig, arrivals: _Arrivals, waiting: _Waiting) 
         try:
             return await _each(config, lambda host: asyncio.start_server(arrivals.come, host, config.master_port))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise StartupError(f"can't listen on {_master(config)}: choose another --master-port") from None
-            waiting.tell(f"--master-addr {config.master_addr} is no address of this node ({error.strerror})")
+            problem = error.strerror or error
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                where = _master(config)
+                raise StartupError(f"can't listen on {where} ({problem}): choose another --master-port") from None
+            waiting.tell(f"--master-addr {config.master_addr} is no address of this node ({problem})")
         await asyncio.sleep(_PAUSE_S)
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -319,6 +321,20 @@ def test_a_name_is_asked_for_until_it_leads_to_node_0() -> None:
                 await until(lambda told=told: any(told in entry["reason"] for entry in logs))
             found[:] = ["127.0.0.1"]
             await closed(*await asyncio.gather(*nodes))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("number", [errno.EADDRINUSE, errno.EACCES])
+def test_a_port_that_node_0_never_gets_is_told_at_once(number: int) -> None:
+    async def scenario(port: int) -> None:
+        with (
+            mock.patch("asyncio.start_server", side_effect=OSError(number, os.strerror(number))),
+            pytest.raises(
+                StartupError, match=rf"can't listen on .*{os.strerror(number)}.*: choose another --master-port"
+            ),
+        ):
+            await meet(config(0, port), TERMS)
 
     run(scenario)
 
