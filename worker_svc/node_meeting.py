@@ -20,6 +20,7 @@ from shared.resolve import host_of, resolve
 from worker_svc.config import WorkerConfig
 from worker_svc.node_link import Body, Kind, NodeLink, NodeLost
 from worker_svc.nodes import difference
+from worker_svc.routes import why_no_answer
 from worker_svc.store import Store
 
 _PAUSE_S = 0.2  # between two tries
@@ -167,8 +168,13 @@ async def _try(config: WorkerConfig, terms: Mapping[str, str], waiting: _Waiting
         if kind is Kind.BUSY:
             raise NodeLost(str(said.get("reason")))
         port, epoch = said.get("port"), said.get("epoch")
-        if not isinstance(port, int) or not isinstance(epoch, str):
+        if not isinstance(port, int) or not 0 < port < 1 << 16 or not isinstance(epoch, str):
             raise NodeLost("says what is no start: another program uses --master-port")
+        if problem := await why_no_answer(link.peer_host, port, _PATIENCE_S):
+            link.check()
+            problem = f"{address(link.peer_host, port)} {problem}: let all TCP ports pass between the nodes"
+            link.say(Kind.FAILED, reason=problem)
+            raise NodeLost(problem)
         return Meeting(Store(link.peer_host, port, epoch, config.nnodes), [link])
     except BaseException:
         await link.close()

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -335,6 +336,29 @@ def test_a_port_that_node_0_never_gets_is_told_at_once(number: int) -> None:
             ),
         ):
             await meet(config(0, port), TERMS)
+
+    run(scenario)
+
+
+def test_a_firewall_between_the_ranks_is_told_to_both_nodes() -> None:
+    """It lets --master-port pass alone: ranks would wait for each other without a word."""
+    real = asyncio.open_connection
+
+    async def scenario(port: int) -> None:
+        async def firewall(host: str, to: int) -> Any:
+            if to != port:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            return await real(host, to)
+
+        with mock.patch("asyncio.open_connection", firewall), capture_logs() as logs:
+            one = node(1, port)
+            zero = await node(0, port)
+            told = f"127.0.0.1:{zero.store.port} can't be reached .*: let all TCP ports pass between the nodes"  # type: ignore[union-attr]
+            with pytest.raises(NodeLost, match=rf"node 1 \(127.0.0.1\) has failed: {told}"):
+                await zero.links[0].until_said(Kind.END)
+            await until(lambda: any(re.search(told, entry["reason"]) for entry in logs))
+        one.cancel()
+        await closed(zero)
 
     run(scenario)
 
