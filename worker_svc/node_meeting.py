@@ -151,7 +151,7 @@ async def _join(config: WorkerConfig, terms: Mapping[str, str]) -> Meeting:
         try:
             return await _try(config, terms, waiting)
         except (OSError, NodeLost) as error:
-            waiting.tell(f"node 0 at {_master(config)}: {error}")
+            waiting.tell(f"node 0 at {_master(config)}: {str(error) or 'does not answer'}")
         await asyncio.sleep(_PAUSE_S)
 
 

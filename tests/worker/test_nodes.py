@@ -363,6 +363,21 @@ def test_a_firewall_between_the_ranks_is_told_to_both_nodes() -> None:
     run(scenario)
 
 
+def test_a_node_0_that_does_not_answer_is_told() -> None:
+    async def never(host: str, port: int) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario(port: int) -> None:
+        patience = mock.patch("worker_svc.node_meeting._PATIENCE_S", 0.01)
+        with mock.patch("asyncio.open_connection", never), patience, capture_logs() as logs:
+            one = node(1, port)
+            await until(lambda: bool(logs))
+        one.cancel()
+        assert logs[0]["reason"] == f"node 0 at 127.0.0.1:{port}: does not answer"
+
+    run(scenario)
+
+
 def test_a_node_that_ends_is_noticed() -> None:
     async def scenario(port: int) -> None:
         zero, one = await asyncio.gather(node(0, port), node(1, port))
