@@ -13,9 +13,11 @@ from torch import Tensor
 from bench.kernel_case import Call, Case
 from worker_svc.kernels.expert_gemv import gated_products_of_one, weighted_sum_of_one
 from worker_svc.kernels.expert_groups import Groups, group_pairs
+from worker_svc.kernels.expert_products import Tile
 from worker_svc.kernels.expert_sum import sum_experts
 from worker_svc.kernels.experts import experts_add, tiles
-from worker_svc.kernels.grouped_gemm import Tile, gated_products, weighted_products
+from worker_svc.kernels.few_tokens_gemm import MOST_TOKENS, gated_products_of_few, weighted_products_of_few
+from worker_svc.kernels.grouped_gemm import gated_products, weighted_products
 from worker_svc.kernels.routing import Choice, Routed, norm_route
 
 NUM_EXPERTS, TOP_K = 128, 8
@@ -65,11 +67,11 @@ class Layer:
         norm_weight, router = self._router
         return norm_route(x, norm_weight, EPS, router, slots, CHOICE, pdl=pdl)
 
-    def _routed(self, batch: int, tile: int) -> tuple[Tensor, Routed, Groups, Tile]:
-        """Normed tokens, and what products of them with the experts' weights take; `tile`: see experts.tiles."""
+    def _routed(self, batch: int) -> tuple[Tensor, Routed, Groups, tuple[Tile, Tile]]:
+        """Normed tokens, and what products of them with the experts' weights take."""
         x, routed = self._route(self._tokens(batch), _slots(batch))
-        chosen = tiles(batch * TOP_K / NUM_EXPERTS, x.dtype)[tile]
-        return x, routed, group_pairs(routed.experts, NUM_EXPERTS, chosen.pairs), chosen
+        chosen = tiles(batch * TOP_K / NUM_EXPERTS, x.dtype)
+        return x, routed, group_pairs(routed.experts, NUM_EXPERTS, chosen[0].pairs), chosen
 
     def _routing(self, batch: int) -> Call:
         x, slots = self._tokens(batch), _slots(batch)
@@ -77,19 +79,25 @@ class Layer:
 
         def call(pdl: bool) -> None:
             y, routed = self._route(x, slots, pdl)
-            tile = tiles(routed.experts.numel() / NUM_EXPERTS, y.dtype)[0]
-            group_pairs(routed.experts, NUM_EXPERTS, tile.pairs, pdl=pdl)
+            if batch > MOST_TOKENS:
+                tile = tiles(routed.experts.numel() / NUM_EXPERTS, y.dtype)[0]
+                group_pairs(routed.experts, NUM_EXPERTS, tile.pairs, pdl=pdl)
             sum_experts(products, routed.experts, out=y, add=False, pdl=pdl)
 
         return call
 
     def _gated(self, batch: int) -> Call:
-        x, _, groups, tile = self._routed(batch, 0)
+        x, routed, groups, (tile, _) = self._routed(batch)
+        if batch <= MOST_TOKENS:
+            return lambda pdl: gated_products_of_few(x, self._gate_up, routed, tile, pdl=pdl)
         return lambda pdl: gated_products(x, self._gate_up, groups, TOP_K, tile, pdl=pdl)
 
     def _down(self, batch: int) -> Call:
-        _, routed, groups, tile = self._routed(batch, 1)
-        activated = torch.randn(batch * TOP_K, self._width, dtype=torch.bfloat16, device="cuda")
+        _, routed, groups, (_, tile) = self._routed(batch)
+        activated = torch.randn(batch, TOP_K, self._width, dtype=torch.bfloat16, device="cuda")
+        if batch <= MOST_TOKENS:
+            return lambda pdl: weighted_products_of_few(activated, self._down_weight, routed, tile, pdl=pdl)
+        activated = activated.flatten(0, 1)
         return lambda pdl: weighted_products(activated, self._down_weight, groups, routed, tile, pdl=pdl)
 
     def _all(self, batch: int) -> Call:
@@ -99,16 +107,13 @@ class Layer:
             *self._route(x, slots, pdl), *weights, residual, num_experts=NUM_EXPERTS, pdl=pdl
         )
 
-    def _gated_product_of_one(self, x: Tensor, logits: Tensor, pdl: bool = False) -> Tensor:
-        return gated_products_of_one(x, self._router[0], EPS, logits, self._gate_up, CHOICE, pdl=pdl)
-
     def _gated_of_one(self, _: int) -> Call:
         x, logits = self._tokens(1), self._tokens(1)[:, :NUM_EXPERTS]
-        return lambda pdl: self._gated_product_of_one(x, logits, pdl)
+        return lambda pdl: gated_products_of_one(x, logits, self._gate_up, CHOICE, pdl=pdl)
 
     def _down_of_one(self, _: int) -> Call:
         x, logits = self._tokens(1), self._tokens(1)[:, :NUM_EXPERTS]
-        activated = self._gated_product_of_one(x, logits)
+        activated = gated_products_of_one(x, logits, self._gate_up, CHOICE)
         return lambda pdl: weighted_sum_of_one(activated, self._down_weight, logits, CHOICE, x, pdl=pdl)
 
     def _all_of_one(self, _: int) -> Call:
@@ -116,7 +121,7 @@ class Layer:
         residual = torch.zeros_like(x)
 
         def call(pdl: bool) -> None:
-            activated = self._gated_product_of_one(x, logits, pdl)
+            activated = gated_products_of_one(x, logits, self._gate_up, CHOICE, pdl=pdl)
             weighted_sum_of_one(activated, self._down_weight, logits, CHOICE, residual, pdl=pdl)
 
         return call

@@ -1,7 +1,7 @@
 """What ran on a GPU and when, by torch's profiler, and what a step takes of it. Knows no engine.
 
-All ranks' times are of one clock. Kernels that start before the one ahead has ended count twice where kinds of kernels
-are added up.
+All ranks' times are of one clock. A kernel may start before the one ahead has ended: what it adds is the time from that
+one's end to its own, so that a step's kernels together add what the GPU is busy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +40,9 @@ class Kernel:
     name: str
     calls: float
     us: float
+    """From start to end."""
+    added_us: float
+    """By which it ended after all that began before it; less what passed with nothing running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,8 @@ class _Steps:
         self._inside = (step >= 0) & self.chosen[np.maximum(step, 0)]
         ends = np.maximum.accumulate(trace.ends)
         self._gaps = np.maximum(trace.starts[1:] - ends[:-1], 0)  # before each event but the first
+        self._added = np.diff(ends, prepend=trace.starts[:1])
+        self._added[1:] -= self._gaps
         self._begins = np.isin(np.arange(1, len(trace.starts)), first)
 
     def span(self) -> float:
@@ -141,14 +146,14 @@ class _Steps:
         return self._trace.starts[inside], self._trace.ends[inside]
 
     def kernels(self) -> list[Kernel]:
-        """By the time that they take together."""
+        """By the time that they add together."""
         names, steps = self._trace.names[self._inside], int(self.chosen.sum())
         lengths = (self._trace.ends - self._trace.starts)[self._inside]
-        calls, times = np.bincount(names), np.bincount(names, lengths)
-        order = sorted(set(names.tolist()), key=lambda name: -times[name])
+        sums = [np.bincount(names, weights) / steps for weights in (None, lengths, self._added[self._inside])]
+        calls, times, added = (values.tolist() for values in sums)
         return [
-            Kernel(self._trace.kinds[name], float(calls[name]) / steps, round(float(times[name]) / steps, 2))
-            for name in order
+            Kernel(self._trace.kinds[name], calls[name], round(times[name], 2), round(added[name], 2))
+            for name in sorted(set(names.tolist()), key=lambda name: -added[name])
         ]
 
 

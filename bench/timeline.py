@@ -77,12 +77,12 @@ def _timelines(name: str, traces: Sequence[Trace], steps: int) -> Iterator[tuple
 def _print(what: str, timeline: StepTime, most: int) -> None:
     title = f"{what}: {timeline.period_us:,} us a step ({timeline.steps} steps), {timeline.between_us} us between steps"
     table = Table(title=title)
-    for name in ("kernel of GPU 0", "calls a step", "us a step"):
+    for name in ("kernel of GPU 0", "calls a step", "us a step", "added to the step"):
         table.add_column(
             name, justify="left" if name == "kernel of GPU 0" else "right", overflow="ellipsis", no_wrap=True
         )
     for kernel in timeline.ranks[0].kernels[:most]:
-        table.add_row(kernel.name[:70], f"{kernel.calls:.1f}", f"{kernel.us:,.1f}")
+        table.add_row(kernel.name[:70], f"{kernel.calls:.1f}", f"{kernel.us:,.1f}", f"{kernel.added_us:,.1f}")
     console = Console(width=110)
     console.print(table)
     for number, rank in enumerate(timeline.ranks):

@@ -98,6 +98,8 @@ def _socket_path(folder: Path, name: str) -> str:
     path = str(folder / name)
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
         raise StartupError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter folder")
+    if "," in path:
+        raise StartupError(f"{path} has a comma, which gRPC does not take: set TMPDIR to another folder")
     return path
 
 

@@ -3,6 +3,7 @@
 import errno
 import socket
 from pathlib import Path
+from urllib.parse import quote
 
 from shared.errors import StartupError
 
@@ -15,8 +16,8 @@ def address(host: str, port: int) -> str:
 
 
 def unix_endpoint(path: Path) -> str:
-    """A Unix socket as gRPC reads it."""
-    return f"unix:{path}"
+    """A Unix socket as gRPC reads it: as a URI. It takes a comma for the end of one address."""
+    return f"unix:{quote(str(path))}"
 
 
 def require_free(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> None:

@@ -4,6 +4,7 @@ So each pod behind a headless Service of Kubernetes is a worker group of its own
 """
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,8 +52,11 @@ def resolve_now(target: str) -> list[str]:
 
     Of one family: a pod that has an address of each would be two groups.
     """
-    port = target.rpartition(":")[2]
-    found = socket.getaddrinfo(host_of(target), int(port), type=socket.SOCK_STREAM)
+    host, port = host_of(target), target.rpartition(":")[2]
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise OSError(errno.EINVAL, f"{host!r} can't be a name: a part of it is empty or too long") from None
     families = {family for family, *_ in found}
     chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return sorted({address(str(where[0]), int(port)) for family, *_, where in found if family == chosen})

@@ -16,6 +16,9 @@ from shared.settings import check_bounds
 WORKER_GRACE_S = 5.0
 
 
+_WHOLE = ("--nnodes", "1", "--node-rank", "0")  # whatever a LeaderWorkerSet tells this process
+
+
 @dataclass(frozen=True, slots=True)
 class ServeConfig(ServerSecurity):
     """What `tandem serve` itself decides; everything else it hands on."""
@@ -67,7 +70,8 @@ class Service:
         self._workers = [address(LOOPBACK, port) for port in ports]
         for number, port in enumerate(ports):
             own = _common(model, LOOPBACK, port, WORKER_GRACE_S - 1.0) + self._metrics(1 + number)
-            self.family.start(f"worker-{number}", "tandem", ["worker", *own, *worker_arguments], quiet=True)
+            arguments = ["worker", *_WHOLE, *own, *worker_arguments]
+            self.family.start(f"worker-{number}", "tandem", arguments, quiet=True)
         own = _common(model, config.host, config.port, config.drain_timeout) + self._metrics(0)
         own += _security(config) + ([] if health_port is None else ["--health-port", str(health_port)])
         arguments = ["scheduler", *own, "--workers", ",".join(self._workers), *scheduler_arguments]

@@ -43,7 +43,8 @@ class NodeLink:
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float) -> None:
         """`name` is the other node's, for people. It counts as lost after `timeout_s` seconds of silence."""
         self.name = name
-        self.peer_host: str = writer.get_extra_info("peername")[0]
+        # None where the other end has reset the connection already: reading says so.
+        self.peer_host: str = (writer.get_extra_info("peername") or ("",))[0]
         self.said: dict[Kind, Body] = {}
         """The last message of each kind."""
         self.lost = ""

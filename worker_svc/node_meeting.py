@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from math import inf
 from time import monotonic
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from shared.resolve import host_of, resolve
 from worker_svc.config import WorkerConfig
 from worker_svc.node_link import Body, Kind, NodeLink, NodeLost
 from worker_svc.nodes import difference
+from worker_svc.routes import why_no_answer
 from worker_svc.store import Store
 
 _PAUSE_S = 0.2  # between two tries
@@ -50,13 +50,15 @@ async def meet(config: WorkerConfig, terms: Mapping[str, str]) -> Meeting:
 
 @dataclass
 class _Waiting:
-    """Tells the log what is waited for: each reason once in ten seconds, since a try may have two of them."""
+    """Tells the log what is waited for, the same only every ten seconds: tries may end in two ways in turn."""
 
     told: dict[str, float] = field(default_factory=dict)
 
     def tell(self, reason: str) -> None:
-        if monotonic() - self.told.get(reason, -inf) > _REMIND_S:
-            self.told[reason] = monotonic()
+        now = monotonic()
+        self.told = {told: at for told, at in self.told.items() if now - at < _REMIND_S}
+        if reason not in self.told:
+            self.told[reason] = now
             _log.info("waiting for the other nodes", reason=reason)
 
 
@@ -67,6 +69,13 @@ class _Arrivals:
     config: WorkerConfig
     terms: Mapping[str, str]
     links: dict[int, NodeLink] = field(default_factory=dict)
+    arriving: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """No coroutine: asyncio would report the end of one that is cancelled when the process stops as an error."""
+        task = asyncio.create_task(self.accept(reader, writer))
+        self.arriving.add(task)
+        task.add_done_callback(self.arriving.discard)
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One that dials: it stays where it says hello, fits, and is the only one of its rank."""
@@ -85,7 +94,9 @@ class _Arrivals:
         elif not 0 < node_rank < self.config.nnodes:
             link.say(Kind.REFUSED, reason=f"--node-rank {node_rank}: there are {self.config.nnodes} nodes")
         elif node_rank in self.missing():
-            self.links[node_rank] = link
+            former, self.links[node_rank] = self.links.get(node_rank), link
+            if former is not None:
+                await former.close()
             return
         else:
             link.say(Kind.BUSY, reason=f"{self.links[node_rank].name} is here: is --node-rank given twice?")
@@ -124,11 +135,13 @@ async def _listen(config: WorkerConfig, arrivals: _Arrivals, waiting: _Waiting) 
     """A pod's own name may be told later than it starts, or lead to the address that it had before."""
     while True:
         try:
-            return await _each(config, lambda host: asyncio.start_server(arrivals.accept, host, config.master_port))
+            return await _each(config, lambda host: asyncio.start_server(arrivals.come, host, config.master_port))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise StartupError(f"can't listen on {_master(config)}: choose another --master-port") from None
-            waiting.tell(f"--master-addr {config.master_addr} is no address of this node ({error.strerror})")
+            problem = error.strerror or error
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                where = _master(config)
+                raise StartupError(f"can't listen on {where} ({problem}): choose another --master-port") from None
+            waiting.tell(f"--master-addr {config.master_addr} is no address of this node ({problem})")
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -138,7 +151,7 @@ async def _join(config: WorkerConfig, terms: Mapping[str, str]) -> Meeting:
         try:
             return await _try(config, terms, waiting)
         except (OSError, NodeLost) as error:
-            waiting.tell(f"node 0 at {_master(config)}: {error}")
+            waiting.tell(f"node 0 at {_master(config)}: {str(error) or 'does not answer'}")
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -155,8 +168,13 @@ async def _try(config: WorkerConfig, terms: Mapping[str, str], waiting: _Waiting
         if kind is Kind.BUSY:
             raise NodeLost(str(said.get("reason")))
         port, epoch = said.get("port"), said.get("epoch")
-        if not isinstance(port, int) or not isinstance(epoch, str):
+        if not isinstance(port, int) or not 0 < port < 1 << 16 or not isinstance(epoch, str):
             raise NodeLost("says what is no start: another program uses --master-port")
+        if problem := await why_no_answer(link.peer_host, port, _PATIENCE_S):
+            link.check()
+            problem = f"{address(link.peer_host, port)} {problem}: let all TCP ports pass between the nodes"
+            link.say(Kind.FAILED, reason=problem)
+            raise NodeLost(problem)
         return Meeting(Store(link.peer_host, port, epoch, config.nnodes), [link])
     except BaseException:
         await link.close()

@@ -22,8 +22,10 @@ _AS_GIVEN = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "attention",
+    "step_timeout",
 )
-"""Settings that change what the ranks compute together, or in which order. The pool is the smallest of all nodes'."""
+"""Settings that change what the ranks compute together, or in which order, and how long a node may be silent. The pool
+is the smallest of all nodes'."""
 
 
 def terms(config: WorkerConfig, model: ModelConfig) -> dict[str, str]:

@@ -1,5 +1,8 @@
-"""Which network interface leads to an address: asked of Linux by rtnetlink(7), as `ip route get` does."""
+"""Which network interface leads to an address, asked of Linux by rtnetlink(7) as `ip route get` does; and whether
+somebody listens there. Knows nothing of nodes.
+"""
 
+import asyncio
 import socket
 import struct
 
@@ -20,6 +23,19 @@ def interface_to(host: str) -> str:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as kernel:
         kernel.send(_HEADER.pack(_HEADER.size + len(body), _GET_ROUTE, _REQUEST, 1, 0) + body)
         return socket.if_indextoname(_interface(kernel.recv(1 << 16), host))
+
+
+async def why_no_answer(host: str, port: int, patience_s: float) -> str | None:
+    """Why nobody answers there; None: somebody listens. Ranks would go on trying without a word, for ever."""
+    try:
+        async with asyncio.timeout(patience_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return f"does not answer within {patience_s:g} s"
+    except OSError as error:
+        return f"can't be reached ({error.strerror})"
+    writer.close()
+    return None
 
 
 def _interface(answer: bytes, host: str) -> int:

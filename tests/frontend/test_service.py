@@ -21,6 +21,7 @@ from scheduler_svc.frontend.main import Frontend
 from shared.errors import StartupError
 from shared.pb import core_pb2, generation_pb2_grpc
 from shared.pb import generation_pb2 as pb
+from shared.ports import unix_endpoint
 from shared.rpc import CHANNEL_OPTIONS, make_channel, until_serving
 from shared.settings import to_json
 from tests.frontend.fake_core import FakeCore, length, ready_state, until
@@ -204,7 +205,9 @@ def test_frontends_share_their_port_and_each_tells_its_health_on_a_socket_of_its
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            own = [tmp_path / f"health-{number}" for number in range(2)]
+            folder = tmp_path / "a #b ?c %41"
+            folder.mkdir()
+            own = [folder / f"health-{number}" for number in range(2)]
             configs = [FrontendConfig(model, tmp_path / "core", port=port, health_socket=health) for health in own]
             frontends = [Frontend(config) for config in configs]
             for frontend in frontends:
@@ -214,7 +217,7 @@ def test_frontends_share_their_port_and_each_tells_its_health_on_a_socket_of_its
                 async with make_channel(f"127.0.0.1:{port}") as channel:
                     await generation_pb2_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="a"))
             for health in own:
-                await until_serving(f"unix:{health}", "readiness")
+                await until_serving(unix_endpoint(health), "readiness")
             for frontend in frontends:
                 await frontend.stop()
 

@@ -9,9 +9,11 @@ from torch import Tensor
 from tests.kernels import COMPILED, DEVICE, DTYPES, assert_close, ints, poisoned, randn
 from worker_svc.kernels.expert_gemv import gated_products_of_one, weighted_sum_of_one
 from worker_svc.kernels.expert_groups import group_pairs, most_blocks
+from worker_svc.kernels.expert_products import Tile
 from worker_svc.kernels.expert_sum import sum_experts
 from worker_svc.kernels.experts import experts_add, tiles
-from worker_svc.kernels.grouped_gemm import Tile, gated_products, weighted_products
+from worker_svc.kernels.grouped_gemm import gated_products, weighted_products
+from worker_svc.kernels.router import router_product_of_one
 from worker_svc.kernels.routing import Choice, Routed, norm_route
 
 EPS = 1e-6
@@ -32,12 +34,11 @@ def route_logits(logits: Tensor, top_k: int, **part: Any) -> Routed:
     return norm_route(logits, ones, EPS, router, slots, choice)[1]
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "num_experts", "top_k"),
-    [(1, 64, 128, 8), (21, 300, 6, 2), (3, 640, 60, 4), (257, 96, 4, 4)]
-    + [(n, 2048, 128, 8) for n in (2, 256, 3000)] * COMPILED,
+    ("tokens", "hidden", "num_experts", "top_k", "renormalize"),
+    [(1, 64, 128, 8, True), (21, 300, 6, 2, False), (3, 640, 60, 4, True), (257, 96, 4, 4, False)]
+    + [(n, 2048, 128, 8, renormalize) for n in (2, 256, 3000) for renormalize in (True, False)] * COMPILED,
 )
 def test_norm_route(
     tokens: int, hidden: int, num_experts: int, top_k: int, dtype: torch.dtype, renormalize: bool
@@ -167,7 +168,7 @@ SIZES = [(6, 64, 48), (5, 104, 40)] + [(128, 2048, 768), (128, 2048, 96)] * COMP
     [(kind, dtype) for kind in routings(1, 2, 1) for dtype in DTYPES[: 2 if COMPILED or kind == "uniform" else 1]],
 )
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("tokens", [2, 21] + [64, 300] * COMPILED)
+@pytest.mark.parametrize("tokens", [9, 21] + [2, 16, 64, 300] * COMPILED)
 def test_experts_add(tokens: int, sizes: tuple[int, int, int], kind: str, dtype: torch.dtype) -> None:
     layer = Layer(tokens, routings(tokens, sizes[0], 2)[kind], sizes, dtype)
     expected = layer.expected()
@@ -222,27 +223,36 @@ def test_a_sum_skips_what_was_not_computed() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "num_experts"), [(64, 128), (300, 6)] + [(2048, 128), (4096, 128)] * COMPILED)
+def test_router_product_of_one(hidden: int, num_experts: int, dtype: torch.dtype) -> None:
+    x, weight = randn(1, hidden, dtype=dtype), randn(hidden, dtype=dtype, seed=1)
+    router = randn(num_experts, hidden, dtype=dtype, seed=2)
+    y, logits = router_product_of_one(x, weight, EPS, router)
+    assert_close(y, norm_of(x, weight))
+    assert_close(logits, y.double() @ router.double().T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("first", "num_local"), [(0, None), (2, 2)])
 def test_one_token(
     sizes: tuple[int, int, int], first: int, num_local: int | None, renormalize: bool, dtype: torch.dtype
 ) -> None:
-    """With its norm and router, on a rank that has all experts and on one that has two."""
+    """On a rank that has all experts and on one that has two."""
     num_experts, hidden, _ = sizes
     layer = Layer(1, [[0, 1, 2]], sizes, dtype)
-    logits, norm = randn(1, num_experts, dtype=dtype, seed=5), randn(hidden, dtype=dtype, seed=6)
+    logits = randn(1, num_experts, seed=5)
     gate_up, down = (weight[first:][:num_local] for weight in (layer.gate_up, layer.down))
     choice = Choice(3, renormalize, first, len(gate_up))
-    activated = gated_products_of_one(layer.x, norm, EPS, logits, gate_up, choice)
-    y = norm_of(layer.x, norm)
+    activated = gated_products_of_one(layer.x, logits, gate_up, choice)
     best = logits.double().softmax(-1).sort(descending=True)
     factors = best.values[0, :3] / (best.values[0, :3].sum() if renormalize else 1)
     expected = torch.zeros(1, hidden, dtype=torch.float64, device=DEVICE)
     for place, index in enumerate(best.indices[0, :3].tolist()):
         if first <= index < first + len(gate_up):
-            exact = layer.expert(index, y[0])
-            assert_close(activated[place], exact, roundings=3)
+            exact = layer.expert(index, layer.x[0])
+            assert_close(activated[place], exact)
             expected += factors[place] * (layer.down[index].double() @ exact)
         else:
             activated[place] = torch.nan

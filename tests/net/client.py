@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from tandem import AsyncClient, Delta
+from tests.patience import PATIENCE_S
 
 LONG_S = 0.15
 """Shorter pauses are not told."""
@@ -69,11 +70,13 @@ async def main(endpoint: str) -> None:
     end = asyncio.Event()
     async with AsyncClient(endpoint) as client:
         watcher, numbers = Watcher(client), range(len(STREAMS))
-        await asyncio.gather(*map(watcher.ask, numbers))
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*map(watcher.ask, numbers))
         print("ready", flush=True)
         asking = asyncio.gather(*(watcher.ask_on(number, end) for number in numbers))
         while await asyncio.to_thread(sys.stdin.readline):
-            await watcher.moving()
+            async with asyncio.timeout(PATIENCE_S):
+                await watcher.moving()
             print("moving", flush=True)
         end.set()
         await asking

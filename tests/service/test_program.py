@@ -249,12 +249,15 @@ def test_more_kv_memory_than_there_is_is_one_line() -> None:
     assert "--kv-cache-memory" in result.stderr.splitlines()[-1]
 
 
-def test_a_folder_too_deep_for_a_socket_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("d" * 100)
-    deep.mkdir()
-    monkeypatch.setenv("TMPDIR", str(deep))
+@pytest.mark.parametrize("name", ["d" * 100, "a,b"])
+def test_a_folder_that_no_socket_can_be_in_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
     one_line(
         tandem("scheduler", "--model", "tiny", "--workers", "127.0.0.1:1", "--port", str(find_free("127.0.0.1"))),
         "TMPDIR",
     )
-    assert list(deep.iterdir()) == []
+    assert list(folder.iterdir()) == []

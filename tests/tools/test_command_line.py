@@ -6,18 +6,22 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 from unittest import mock
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from shared.ports import find_free
 from shared.process import STARTUP_FAILED
 from shared.security import ClientSecurity
 from tandem import Unavailable, talk
 from tandem.cli import app
+from tandem.serve import ServeConfig, Service
 from tests.client.conftest import Server
 from tests.frontend.fake_core import failed
+from worker_svc.config import WorkerConfig
 
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
 USING = ("generate", "chat", "top", "bench", "batch")
@@ -56,6 +60,17 @@ def test_every_option_is_told_whole_and_every_example_parses(name: str) -> None:
         command.make_context(name, words[2:])
 
 
+def in_a_leader_worker_set(*words: str) -> WorkerConfig:
+    """The settings of `tandem worker ...` there."""
+    env = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
+    logging = mock.patch("tandem.cli.configure_logging")  # it would be of this process, to the runner's standard error
+    with logging, mock.patch("worker_svc.main.run", return_value=0) as run:
+        result = CliRunner().invoke(app, words, env=env)
+    assert run.called, result.output
+    (config,) = run.call_args.args
+    return cast(WorkerConfig, config)
+
+
 @pytest.mark.parametrize(
     ("flags", "nodes"),
     [([], (2, 1, "leader", 29500)), (["--node-rank", "0", "--master-addr", "10.0.0.2"], (2, 0, "10.0.0.2", 29500))],
@@ -63,12 +78,15 @@ def test_every_option_is_told_whole_and_every_example_parses(name: str) -> None:
 def test_a_leader_worker_set_tells_a_worker_its_place_and_flags_win(
     flags: list[str], nodes: tuple[object, ...]
 ) -> None:
-    env = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader"}
-    logging = mock.patch("tandem.cli.configure_logging")  # it would be of this process, to the runner's standard error
-    with logging, mock.patch("worker_svc.main.run", return_value=0) as run:
-        CliRunner().invoke(app, ["worker", "--model", "tiny", *flags], env=env)
-    (config,) = run.call_args.args
+    config = in_a_leader_worker_set("worker", "--model", "tiny", *flags)
     assert (config.nnodes, config.node_rank, config.master_addr, config.master_port) == nodes
+
+
+def test_workers_of_serve_are_whole_groups_wherever_they_run() -> None:
+    with mock.patch("shared.process.Supervisor.start") as start:
+        Service(ServeConfig(port=find_free("127.0.0.1")), "tiny")
+    (_, _, words), _ = start.call_args_list[0]
+    assert in_a_leader_worker_set(*words).nnodes == 1
 
 
 def test_options_of_serve_are_grouped_by_process() -> None:

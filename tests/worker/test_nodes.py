@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +17,14 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from shared.errors import StartupError
+from shared.model_config import load_model_config
 from shared.ports import find_free
+from tandem import tiny
 from tests.patience import PATIENCE_S
 from worker_svc.config import WorkerConfig
 from worker_svc.node_link import Kind, NodeLink, NodeLost
 from worker_svc.node_meeting import Meeting, _Arrivals, _try, _Waiting, meet
+from worker_svc.nodes import difference, terms
 from worker_svc.routes import interface_to
 
 TERMS = {"--dtype": "float64", "version": "1"}
@@ -120,25 +126,37 @@ def test_a_second_node_of_the_same_rank_waits_for_the_first_one_s_end() -> None:
     run(scenario)
 
 
-def test_a_node_that_is_sent_away_again_and_again_says_so_once() -> None:
-    """Each try connects and is refused: two reasons in turn."""
+def test_who_is_sent_away_again_and_again_says_why_and_not_each_time() -> None:
+    """Ten seconds are between two lines that say the same; there are hundreds of tries within them."""
 
     async def scenario(port: int) -> None:
-        tasks = [node(0, port, 3), node(1, port, 3), node(1, port, 3)]
-        with capture_logs() as logs:
+        tries = 0
 
-            def told() -> int:
-                return sum("given twice" in entry["reason"] for entry in logs)
+        async def busy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal tries
+            tries += 1
+            writer.write(b'{"kind": "busy", "reason": "another one is here"}\n')
+            await reader.read()
+            writer.close()
 
-            await until(lambda: told() > 0)
-            with mock.patch("worker_svc.node_meeting.NodeLink", wraps=NodeLink) as links:
-                await until(lambda: links.call_count > 4)  # of both ends of two more tries
-            assert told() == 1
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        server = await asyncio.start_server(busy, "127.0.0.1", port)
+        with capture_logs() as logs, mock.patch("worker_svc.node_meeting._PAUSE_S", 0.001):
+            one = node(1, port)
+            await until(lambda: tries > 20)
+        one.cancel()
+        server.close()
+        assert len(logs) < tries / 2 and any("another one is here" in entry["reason"] for entry in logs), logs
 
     run(scenario)
+
+
+def test_nodes_whose_patience_differs_are_told_so() -> None:
+    """One that counts as silent before it has said anything would end the group again and again."""
+    given = {"tensor_parallel": 2, "nnodes": 2, "master_addr": "127.0.0.1"}
+    patient, hasty = (WorkerConfig(str(tiny.DENSE), step_timeout=timeout, **given) for timeout in (10.0, 0.5))  # type: ignore[arg-type]
+    model = load_model_config(tiny.DENSE)
+    told = difference(terms(patient, model), terms(hasty, model), 1)
+    assert told == "--step-timeout: node 0 has 10.0, node 1 has 0.5"
 
 
 def test_strangers_at_the_port_do_not_disturb() -> None:
@@ -153,11 +171,29 @@ def test_strangers_at_the_port_do_not_disturb() -> None:
     run(scenario)
 
 
+def test_a_node_that_stops_while_a_stranger_is_silent_says_nothing_of_it() -> None:
+    problems: list[dict[str, Any]] = []
+
+    async def scenario(port: int) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, problem: problems.append(problem))
+        zero = node(0, port)
+        await dialled(port)
+        await until(lambda: any("NodeLink._read" in str(task) for task in asyncio.all_tasks()))
+        zero.cancel()
+
+    run(scenario)
+    assert problems == []
+
+
 class Deaf:
     """The writing end of a connection whose reader does not matter."""
 
-    def get_extra_info(self, name: str) -> tuple[str, int]:
-        return "127.0.0.1", 1
+    def __init__(self, peername: tuple[str, int] | None = ("127.0.0.1", 1)) -> None:
+        self.closed = False
+        self._peername = peername
+
+    def get_extra_info(self, name: str) -> tuple[str, int] | None:
+        return self._peername
 
     def is_closing(self) -> bool:
         return False
@@ -166,7 +202,7 @@ class Deaf:
         pass
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
     async def wait_closed(self) -> None:
         pass
@@ -221,6 +257,43 @@ def test_whatever_node_0_says_the_other_one_names_it(lines: list[bytes]) -> None
     asyncio.run(scenario())
 
 
+def test_who_is_gone_before_anybody_knows_who_it_was_is_lost_like_others() -> None:
+    """A connection that was reset at once has no peer that the system could name."""
+
+    async def scenario(port: int) -> None:
+        gone = NodeLink("node 0", heard([]), Deaf(None), 5.0)  # type: ignore[arg-type]
+        with pytest.raises(NodeLost, match="node 0 has closed its connection"):
+            await gone.until_said(Kind.START)
+        await gone.close()
+
+    run(scenario)
+
+
+def test_of_a_node_that_comes_again_and_again_one_connection_is_kept() -> None:
+    async def scenario(port: int) -> None:
+        hello = json.dumps({"kind": "hello", "node_rank": 1, "terms": TERMS}).encode()
+        arrivals, writers, others = _Arrivals(config(0, 1, 3), TERMS), [Deaf(), Deaf(), Deaf()], asyncio.all_tasks()
+        for writer in writers:
+            await arrivals.accept(heard([hello]), writer)  # type: ignore[arg-type]
+            await until(lambda: bool(arrivals.links[1].lost))
+        assert [writer.closed for writer in writers] == [True, True, False]
+        await until(lambda: len(asyncio.all_tasks() - others) == 1)  # the beat of the last one
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("host", [".tandem.svc", "a..b", "a" * 64])
+def test_what_can_be_no_name_is_told_and_waited_for(host: str) -> None:
+    async def scenario(port: int) -> None:
+        with capture_logs() as logs:
+            waits = node(1, port, host=host)
+            await until(lambda: bool(logs) or waits.done())
+        waits.cancel()
+        assert "a part of it is empty or too long" in logs[0]["reason"]
+
+    run(scenario)
+
+
 @contextlib.contextmanager
 def records(found: list[str]) -> Iterator[None]:
     """The addresses of the name `leader`."""
@@ -249,6 +322,58 @@ def test_a_name_is_asked_for_until_it_leads_to_node_0() -> None:
                 await until(lambda told=told: any(told in entry["reason"] for entry in logs))
             found[:] = ["127.0.0.1"]
             await closed(*await asyncio.gather(*nodes))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("number", [errno.EADDRINUSE, errno.EACCES])
+def test_a_port_that_node_0_never_gets_is_told_at_once(number: int) -> None:
+    async def scenario(port: int) -> None:
+        with (
+            mock.patch("asyncio.start_server", side_effect=OSError(number, os.strerror(number))),
+            pytest.raises(
+                StartupError, match=rf"can't listen on .*{os.strerror(number)}.*: choose another --master-port"
+            ),
+        ):
+            await meet(config(0, port), TERMS)
+
+    run(scenario)
+
+
+def test_a_firewall_between_the_ranks_is_told_to_both_nodes() -> None:
+    """It lets --master-port pass alone: ranks would wait for each other without a word."""
+    real = asyncio.open_connection
+
+    async def scenario(port: int) -> None:
+        async def firewall(host: str, to: int) -> Any:
+            if to != port:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            return await real(host, to)
+
+        with mock.patch("asyncio.open_connection", firewall), capture_logs() as logs:
+            one = node(1, port)
+            zero = await node(0, port)
+            told = f"127.0.0.1:{zero.store.port} can't be reached .*: let all TCP ports pass between the nodes"  # type: ignore[union-attr]
+            with pytest.raises(NodeLost, match=rf"node 1 \(127.0.0.1\) has failed: {told}"):
+                await zero.links[0].until_said(Kind.END)
+            await until(lambda: any(re.search(told, entry["reason"]) for entry in logs))
+        one.cancel()
+        await closed(zero)
+
+    run(scenario)
+
+
+def test_a_node_0_that_does_not_answer_is_told() -> None:
+    async def never(host: str, port: int) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario(port: int) -> None:
+        patience = mock.patch("worker_svc.node_meeting._PATIENCE_S", 0.01)
+        with mock.patch("asyncio.open_connection", never), patience, capture_logs() as logs:
+            one = node(1, port)
+            await until(lambda: bool(logs))
+        one.cancel()
+        assert logs[0]["reason"] == f"node 0 at 127.0.0.1:{port}: does not answer"
 
     run(scenario)
 

@@ -16,31 +16,20 @@ _DOWN_BYTES = 24_576  # of weights of all experts that a warp holds
 _DOWN_COLUMNS = (64, 256)  # of a program's tiles, least and most
 
 
-def gated_products_of_one(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    logits: Tensor,
-    weight: Tensor,
-    choice: Choice,
-    *,
-    pdl: bool = False,
-) -> Tensor:
-    """silu(gate) * up of rms_norm(x) for each expert of one token, [top_k, width]; those of other ranks are left
-    undefined.
+def gated_products_of_one(y: Tensor, logits: Tensor, weight: Tensor, choice: Choice, *, pdl: bool = False) -> Tensor:
+    """silu(gate) * up for each expert of one token, [top_k, width]; those of other ranks are left undefined.
 
-    `x` [1, hidden], `logits` [1, num_experts], `weight` [experts here, 2 x width, hidden].
+    `y` [1, hidden], normed, and `logits` [1, num_experts]: see router.router_product_of_one. `weight`
+    [experts here, 2 x width, hidden].
     """
     width, hidden_size = weight.shape[1] // 2, weight.shape[2]
-    out = x.new_empty(choice.top_k, width)
+    out = y.new_empty(choice.top_k, width)
     columns = triton.next_power_of_2(hidden_size)
     _gated_kernel[(width, choice.top_k)](
-        x,
-        norm_weight,
+        y,
         logits,
         weight,
         out,
-        eps,
         choice.first,
         choice.num_local,
         NUM_EXPERTS=logits.shape[1],
@@ -51,7 +40,7 @@ def gated_products_of_one(
         EXPERTS=max(triton.next_power_of_2(logits.shape[1]), 2),
         PLACES=triton.next_power_of_2(choice.top_k),
         COLUMNS=columns,
-        num_warps=triton.cdiv(columns * x.element_size(), _GATED_BYTES),
+        num_warps=triton.cdiv(columns * y.element_size(), _GATED_BYTES),
         **launch_options(pdl),
     )
     return out
@@ -94,12 +83,10 @@ def weighted_sum_of_one(
 
 @triton.jit
 def _gated_kernel(
-    x_ptr: tl.tensor,
-    norm_weight_ptr: tl.tensor,
+    y_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    eps: tl.tensor,
     first: tl.tensor,
     num_local: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
@@ -114,21 +101,17 @@ def _gated_kernel(
 ) -> None:
     """One program per expert of the token and output. It waits before it releases the next kernel, which so knows the
     logits before it waits itself."""
-    row, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
-    inside = column < HIDDEN_SIZE
-    norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0).to(tl.float32)
     wait_for_previous(PDL)
     release_next(PDL)
-    x = tl.load(x_ptr + column, mask=inside, other=0)
+    row, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
+    inside = column < HIDDEN_SIZE
     chosen, _ = _experts_of(logits_ptr, NUM_EXPERTS, TOP_K, RENORMALIZE, EXPERTS, PLACES)
     expert = tl.sum(tl.where(tl.arange(0, PLACES) == own, chosen, 0), axis=0) - first
     if (expert >= 0) & (expert < num_local):
         source = weight_ptr + expert.to(tl.int64) * (2 * WIDTH * HIDDEN_SIZE) + row * HIDDEN_SIZE + column
+        y = tl.load(y_ptr + column, mask=inside, other=0).to(tl.float32)
         gate_weight = tl.load(source, mask=inside, other=0)
         up_weight = tl.load(source + WIDTH * HIDDEN_SIZE, mask=inside, other=0)
-        y = x.to(tl.float32)
-        y = y * tl.rsqrt(tl.sum(y * y, axis=0) / HIDDEN_SIZE + eps)
-        y = (y.to(x.dtype).to(tl.float32) * norm_weight).to(x.dtype).to(tl.float32)  # rounded as by norm.rms_norm
         gate = tl.sum(gate_weight.to(tl.float32) * y, axis=0)
         up = tl.sum(up_weight.to(tl.float32) * y, axis=0)
         tl.store(out_ptr + own * WIDTH + row, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty))

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
 
-_MOST_ALONE = 4096  # pairs that every program looks at
-_LEAST_CHUNK, _CHUNK = 256, 2048  # pairs that it looks at then, and where there are more of them
-_MOST_CHUNKS = 64
+_MOST_ALONE = 4096  # pairs that every program counts itself
+_CHUNK_ALONE, _CHUNK = 64, 256  # pairs that a program places then, and where there are more of them
+_MOST_CHUNKS = 128
+_COMPARISONS = tl.constexpr(8192)  # of the pairs of a chunk with each other, at a time: more don't fit in registers
 _MAP = tl.constexpr(64)
 
 
@@ -46,12 +47,13 @@ def group_pairs(experts: Tensor, num_experts: int, block_pairs: int, *, pdl: boo
         torch.empty(3, most, dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
-    chunk = _chunk(count)
+    alone = count <= _MOST_ALONE
+    chunk = _CHUNK_ALONE if alone else max(triton.next_power_of_2(triton.cdiv(count, _MOST_CHUNKS)), _CHUNK)
     chunks, bins = triton.cdiv(count, chunk), max(triton.next_power_of_2(num_experts), 2)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-    if chunks > 1:
-        _count_kernel[(chunks,)](experts, counts, count, EXPERTS=bins, CHUNK=chunk, num_warps=8, **launch_options(pdl))
-    _group_kernel[(num_experts, chunks)](
+    if not alone:
+        _count_kernel[(chunks,)](experts, counts, count, EXPERTS=bins, CHUNK=chunk, num_warps=4, **launch_options(pdl))
+    _group_kernel[(num_experts + chunks,)](
         experts,
         counts,
         groups.pairs,
@@ -59,21 +61,16 @@ def group_pairs(experts: Tensor, num_experts: int, block_pairs: int, *, pdl: boo
         groups.num_blocks,
         count,
         most,
+        num_experts,
         EXPERTS=bins,
         CHUNKS=triton.next_power_of_2(chunks),
+        PAIRS=max(triton.next_power_of_2(count), _CHUNK_ALONE) if alone else 0,
         BLOCK_PAIRS=block_pairs,
         CHUNK=chunk,
         num_warps=8,
         **launch_options(pdl),
     )
     return groups
-
-
-def _chunk(count: int) -> int:
-    """Pairs that a program looks at: all where they are few, else a part, so that there are not too many parts."""
-    alone = count <= _MOST_ALONE
-    most: int = triton.next_power_of_2(count if alone else count // _MOST_CHUNKS)
-    return max(most, _LEAST_CHUNK if alone else _CHUNK)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -93,7 +90,7 @@ def _count_kernel(
     tl.store(counts_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
-@triton.jit(do_not_specialize=["count", "most"])
+@triton.jit(do_not_specialize=["count", "most", "num_experts"])
 def _group_kernel(
     experts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -102,33 +99,36 @@ def _group_kernel(
     num_blocks_ptr: tl.tensor,
     count: tl.tensor,
     most: tl.tensor,
+    num_experts: tl.tensor,
     EXPERTS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per expert and chunk of pairs; each knows the counts of all, so that none waits for another."""
+    """One program per expert for its blocks, then one per chunk of pairs; each knows the counts of all, so that none
+    waits for another. PAIRS: of all of them, where each program counts them itself; else 0."""
     release_next(PDL)
-    own, chunk = tl.program_id(0), tl.program_id(1)
-    expert = tl.arange(0, EXPERTS)
     wait_for_previous(PDL)
-    chosen = _chosen(experts_ptr, chunk * CHUNK, count, CHUNK)
-    mine = (chosen == own).to(tl.int32)
-    if CHUNKS == 1:
+    own = tl.program_id(0)
+    chunk = own - num_experts
+    if PAIRS:
+        chosen = _chosen(experts_ptr, 0, count, PAIRS)
+        index = tl.arange(0, PAIRS)
         counts = tl.histogram(tl.maximum(chosen, 0), EXPERTS, mask=chosen >= 0)
-        earlier = 0
+        earlier = tl.histogram(tl.maximum(chosen, 0), EXPERTS, mask=(chosen >= 0) & (index < chunk * CHUNK))
     else:
         index = tl.arange(0, CHUNKS)[:, None]
-        at = counts_ptr + index * EXPERTS + expert[None, :]
-        by_chunk = tl.load(at, mask=index < tl.num_programs(1), other=0)  # [CHUNKS, EXPERTS]
+        at = counts_ptr + index * EXPERTS + tl.arange(0, EXPERTS)[None, :]
+        by_chunk = tl.load(at, mask=index * CHUNK < count, other=0)  # [CHUNKS, EXPERTS]
         counts = tl.sum(by_chunk, axis=0)
-        earlier = tl.sum(tl.where((index < chunk) & (expert == own)[None, :], by_chunk, 0))
-    place = tl.sum(tl.where(expert < own, counts, 0), axis=0)
-    if chunk == 0:
-        _store_blocks(blocks_ptr, num_blocks_ptr, most, counts, own, place, EXPERTS, BLOCK_PAIRS)
-    at = pairs_ptr + place + earlier + tl.cumsum(mine, axis=0) - 1
-    tl.store(at, chunk * CHUNK + tl.arange(0, CHUNK), mask=mine == 1)
+        earlier = tl.sum(tl.where(index < chunk, by_chunk, 0), axis=0)
+    first = tl.cumsum(counts, axis=0) - counts
+    if chunk < 0:
+        _store_blocks(blocks_ptr, num_blocks_ptr, most, counts, own, first, EXPERTS, BLOCK_PAIRS)
+    else:
+        _store_pairs(experts_ptr, pairs_ptr, count, chunk * CHUNK, first + earlier, CHUNK)
 
 
 @triton.jit
@@ -139,18 +139,40 @@ def _chosen(experts_ptr: tl.tensor, start: tl.tensor, count: tl.tensor, CHUNK: t
 
 
 @triton.jit
+def _store_pairs(
+    experts_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
+    first: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Those from `start` on: a pair's place is `first` [EXPERTS] of its expert, plus those of its chunk before it."""
+    index = start + tl.arange(0, CHUNK)
+    chosen = _chosen(experts_ptr, start, count, CHUNK)
+    place = tl.gather(first, tl.maximum(chosen, 0), axis=0)
+    OTHERS: tl.constexpr = CHUNK if CHUNK * CHUNK <= _COMPARISONS else _COMPARISONS // CHUNK
+    for offset in range(0, CHUNK, OTHERS):
+        other = start + offset + tl.arange(0, OTHERS)
+        same = chosen[:, None] == _chosen(experts_ptr, start + offset, count, OTHERS)[None, :]
+        place += tl.sum((same & (other[None, :] < index[:, None])).to(tl.int32), axis=1)
+    tl.store(pairs_ptr + place, index, mask=chosen >= 0)
+
+
+@triton.jit
 def _store_blocks(
     blocks_ptr: tl.tensor,
     num_blocks_ptr: tl.tensor,
     most: tl.tensor,
     counts: tl.tensor,
     own: tl.tensor,
-    place: tl.tensor,
+    first_pairs: tl.tensor,
     EXPERTS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ) -> None:
-    """Those of expert `own`, whose first pair has the place `place`. `counts` [EXPERTS]: pairs of all."""
+    """Those of expert `own`. `counts` [EXPERTS]: pairs of all; `first_pairs` [EXPERTS]: where they begin."""
     expert = tl.arange(0, EXPERTS)
+    place = tl.sum(tl.where(expert == own, first_pairs, 0), axis=0)
     blocks = (counts + BLOCK_PAIRS - 1) // BLOCK_PAIRS
     pairs_left = tl.sum(tl.where(expert == own, counts, 0), axis=0)
     block = tl.sum(tl.where(expert < own, blocks, 0), axis=0)

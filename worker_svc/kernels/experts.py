@@ -5,8 +5,10 @@ import triton
 from torch import Tensor
 
 from worker_svc.kernels.expert_groups import group_pairs
+from worker_svc.kernels.expert_products import Tile
 from worker_svc.kernels.expert_sum import sum_experts
-from worker_svc.kernels.grouped_gemm import Tile, gated_products, weighted_products
+from worker_svc.kernels.few_tokens_gemm import MOST_TOKENS, gated_products_of_few, weighted_products_of_few
+from worker_svc.kernels.grouped_gemm import gated_products, weighted_products
 from worker_svc.kernels.routing import Routed
 
 
@@ -27,9 +29,13 @@ def experts_add(
     """
     top_k = routed.experts.shape[1]
     wide, narrow = tiles(routed.experts.numel() / num_experts, x.dtype)
-    groups = group_pairs(routed.experts, len(gate_up), wide.pairs, pdl=pdl)
-    activated = gated_products(x, gate_up, groups, top_k, wide, pdl=pdl)
-    products = weighted_products(activated, down, groups, routed, narrow, pdl=pdl)
+    if len(x) <= MOST_TOKENS:
+        activated = gated_products_of_few(x, gate_up, routed, wide, pdl=pdl)
+        products = weighted_products_of_few(activated, down, routed, narrow, pdl=pdl)
+    else:
+        groups = group_pairs(routed.experts, len(gate_up), wide.pairs, pdl=pdl)
+        activated = gated_products(x, gate_up, groups, top_k, wide, pdl=pdl)
+        products = weighted_products(activated, down, groups, routed, narrow, pdl=pdl)
     out = torch.empty_like(x) if residual is None else residual
     sum_experts(products, routed.experts, out=out, add=residual is not None, pdl=pdl)
     return out

@@ -1,44 +1,17 @@
 """Products of tokens with the weights of their experts, one launch for all experts.
 
 A program has some outputs of one expert for one block of its pairs, so that with few tokens an expert's weights are
-read once. Weights are the left operand: their rows fill the tensor cores' 64, where a block may have 16 tokens.
+read once. For at most 16 tokens see few_tokens_gemm.
 """
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared.errors import StartupError
 from worker_svc.kernels.expert_groups import Groups
-from worker_svc.kernels.launch import (
-    dot,
-    launch_options,
-    load_inside,
-    offset_after_previous,
-    release_next,
-    row_stride,
-    wait_for_previous,
-)
+from worker_svc.kernels.expert_products import LEAST_AT_WORK, Tile, block_products, tiles_of
+from worker_svc.kernels.launch import launch_options, release_next, row_stride, wait_for_previous
 from worker_svc.kernels.routing import Routed
-
-_ALIGNMENT = 16  # bytes, of the tensor memory accelerator
-_LEAST_AT_WORK = tl.constexpr(64)  # pairs of a block that keeps tensor cores busy; fewer read weights, whatever they do
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What one program computes, and how."""
-
-    pairs: int
-    outputs: int
-    """Of gate and of up each, where there are both."""
-    inputs: int
-    """Loaded at a time."""
-    num_warps: int
-    num_stages: int
 
 
 def gated_products(x: Tensor, weight: Tensor, groups: Groups, top_k: int, tile: Tile, *, pdl: bool = False) -> Tensor:
@@ -78,9 +51,9 @@ def _launch(
     outputs, most = out.shape[-1], groups.blocks.shape[1]
     gated = probabilities is None
     _grouped_kernel[(triton.cdiv(outputs, tile.outputs), most)](
-        x if gated else _tiles_of(x, tile.pairs, tile.inputs),
-        x if gated else _tiles_of(x, tile.pairs // 2, tile.inputs),
-        _tiles_of(weight.flatten(0, 1), tile.outputs, tile.inputs),
+        x if gated else tiles_of(x, tile.pairs, tile.inputs),
+        x if gated else tiles_of(x, tile.pairs // 2, tile.inputs),
+        tiles_of(weight.flatten(0, 1), tile.outputs, tile.inputs),
         groups.pairs,
         groups.blocks,
         groups.num_blocks,
@@ -99,13 +72,6 @@ def _launch(
         num_warps=tile.num_warps,
         **launch_options(pdl),
     )
-
-
-def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For loads by the tensor memory accelerator, which gives zeros past the end."""
-    if row_stride(matrix) * matrix.element_size() % _ALIGNMENT:
-        raise StartupError(f"rows of {matrix.shape[1]} values: the experts' kernels need a multiple of 16 bytes")
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -145,8 +111,8 @@ def _grouped_kernel(
     if tl.program_id(1) >= tl.load(num_blocks_ptr, cache_modifier=".cg"):
         if not GATED:
             wait_for_previous(PDL)
-    elif HALF >= _LEAST_AT_WORK and rows <= HALF:
-        _block_products(
+    elif HALF >= LEAST_AT_WORK and rows <= HALF:
+        _listed_products(
             half_x,
             weights,
             pairs_ptr,
@@ -167,7 +133,7 @@ def _grouped_kernel(
             PDL,
         )
     else:
-        _block_products(
+        _listed_products(
             x,
             weights,
             pairs_ptr,
@@ -190,7 +156,7 @@ def _grouped_kernel(
 
 
 @triton.jit
-def _block_products(
+def _listed_products(
     x: tl.tensor,
     weights: tl.tensor_descriptor,
     pairs_ptr: tl.tensor,
@@ -210,33 +176,29 @@ def _block_products(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Of one block: `rows` pairs from `first` on, at most BLOCK_PAIRS. `x` is a pointer where GATED, else tiles."""
-    row, column = tl.arange(0, BLOCK_PAIRS), tl.arange(0, BLOCK_INPUTS)
+    """Of one block: `rows` pairs from `first` on, at most BLOCK_PAIRS. See block_products."""
+    row = tl.arange(0, BLOCK_PAIRS)
     place = first + tl.minimum(row, rows - 1)  # rows too many repeat the last one, and are not stored
     pair = tl.load(pairs_ptr + place, cache_modifier=".cg")
-    output = tl.program_id(0) * BLOCK_OUTPUTS
-    weight_row = expert * (OUTPUTS * (2 if GATED else 1)) + output
-    AHEAD: tl.constexpr = PDL and BLOCK_PAIRS < _LEAST_AT_WORK  # else to wait in the loop costs more than it hides
-    if not GATED and not AHEAD:
-        wait_for_previous(PDL)
-    total = tl.zeros([BLOCK_OUTPUTS, BLOCK_PAIRS], tl.float32)
-    total_up = tl.zeros([BLOCK_OUTPUTS, BLOCK_PAIRS], tl.float32)
-    for start in tl.range(0, INPUTS, BLOCK_INPUTS, num_stages=STAGES):
-        weight = weights.load([weight_row, start])
-        if GATED:
-            source = x + (pair // TOP_K).to(tl.int64)[None, :] * x_stride + start + column[:, None]
-            inputs = load_inside(source, (start + column < INPUTS)[:, None], INPUTS % BLOCK_INPUTS == 0)
-            total_up += dot(weights.load([weight_row + OUTPUTS, start]), inputs)
-        else:
-            inputs = x.load([first, offset_after_previous(start, BLOCK_INPUTS, AHEAD)]).T
-        total += dot(weight, inputs)
-    if GATED:
-        total = total * tl.sigmoid(total) * total_up
-        target = place
-    else:
-        total *= tl.load(probabilities_ptr + pair)[None, :]
-        target = pair
-    output += tl.arange(0, BLOCK_OUTPUTS)
-    out_at = out_ptr + target.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-    stored = (row < rows)[:, None] & (output < OUTPUTS)[None, :]
-    tl.store(out_at, tl.trans(total).to(out_ptr.dtype.element_ty), mask=stored)
+    block_products(
+        x,
+        weights,
+        probabilities_ptr,
+        out_ptr,
+        x_stride,
+        expert,
+        first,
+        pair,
+        place,
+        row < rows,
+        TOP_K,
+        OUTPUTS,
+        INPUTS,
+        GATED,
+        not GATED,
+        BLOCK_PAIRS,
+        BLOCK_OUTPUTS,
+        BLOCK_INPUTS,
+        STAGES,
+        PDL,
+    )

@@ -14,7 +14,9 @@ from worker_svc.kernels.launch import check_head_dim, dot, launch_options, relea
 from worker_svc.kernels.parts import COUNT, END, FIELDS, FIRST, FIRST_PART, ROW, TABLE_ROW, UNIT, Parts
 
 _MIN_QUERY_ROWS = 16  # of a tensor core tile
-_STAGES = ((2048, 4), (512, 5), (64, 4), (0, 5))  # from so many K/V heads of all rows on; no rule, docs/kernels.md
+_COMBINED_HEADS = 32  # of all parts, whose outputs are put together at a time: what a warp's registers hold
+# From so many K/V heads of all rows on; no rule, docs/kernels.md.
+_STAGES = ((2048, 4), (512, 5), (64, 4), (16, 5), (0, 2))
 
 
 def paged_attention(
@@ -64,6 +66,7 @@ def paged_attention(
         GROUP=group,
         GROUP_TILE=triton.next_power_of_2(group),
         QUERY_ROWS=query_rows,
+        COMBINED_PARTS=max(_COMBINED_HEADS // triton.next_power_of_2(group), 1),
         HEAD_DIM=head_dim,
         TILE=min(UNIT, block_size & -block_size),
         STAGES=next(stages for heads, stages in _STAGES if parts.num_rows * num_kv_heads >= heads),
@@ -91,6 +94,7 @@ def _attention_kernel(
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
+    COMBINED_PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -160,7 +164,7 @@ def _attention_kernel(
                 NUM_HEADS,
                 GROUP,
                 HEAD_DIM,
-                QUERY_ROWS // GROUP_TILE,
+                COMBINED_PARTS,
             )
             out_head = row * NUM_HEADS + kv_head * GROUP + group
             out_at = out_ptr + out_head[:, None] * HEAD_DIM + dim[None, :]

@@ -13,6 +13,7 @@ from worker_svc.kernels.experts import experts_add
 from worker_svc.kernels.fused_linear import fused_linear, is_faster
 from worker_svc.kernels.gemv import gemv
 from worker_svc.kernels.norm import rms_norm
+from worker_svc.kernels.router import router_product_of_one
 from worker_svc.kernels.routing import Choice, norm_route
 from worker_svc.kernels.tiled_linear import is_faster_in_tiles, tiled_linear
 from worker_svc.layers.kv_cache import LayerCache
@@ -91,12 +92,12 @@ class TritonOps:
     ) -> Tensor:
         """See Ops: matrix-vector products for one token, grouped products for more. The residual becomes the sum."""
         weight, eps, pdl = norm.weight, norm.eps, self._pdl
+        self._group.all_reduce(x)
         choice = Choice(routing.top_k, routing.renormalize, experts.first, len(experts.gate_up))
         if len(x) == 1:
-            logits = self.norm_linear(x, norm, routing.weight)
-            activated = gated_products_of_one(x, weight, eps, logits, experts.gate_up, choice, pdl=pdl)
+            y, logits = router_product_of_one(x, weight, eps, routing.weight, pdl=pdl)
+            activated = gated_products_of_one(y, logits, experts.gate_up, choice, pdl=pdl)
             return weighted_sum_of_one(activated, experts.down, logits, choice, residual, pdl=pdl)
-        self._group.all_reduce(x)
         y, routed = norm_route(x, weight, eps, routing.weight, slot_mapping, choice, pdl=pdl)
         num_experts = len(routing.weight)
         return experts_add(y, routed, experts.gate_up, experts.down, residual, num_experts=num_experts, pdl=pdl)
