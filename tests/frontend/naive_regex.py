@@ -1,10 +1,11 @@
 """Regular expressions over bytes by Brzozowski's derivatives (1964): slow, short, and an oracle for token masks.
 
-An expression is NEVER, EMPTY or a tuple: ("bytes", set), ("then", first, second), ("or", one, other), ("star", inner).
-The constructors keep NEVER out of all others, so an expression that is not NEVER matches something.
+An expression is NEVER, EMPTY or a tuple: ("bytes", set), ("then", first, second), ("or", set of two and more), ("star",
+inner). The constructors keep NEVER out of all others, so an expression that is not NEVER matches something, and each
+alternative once, in no order: without that stars in stars have derivatives without end (Brzozowski's similarity).
 """
 
-from functools import cache
+from functools import cache, reduce
 from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
@@ -22,9 +23,16 @@ def then(first: Expression, second: Expression) -> Expression:
 
 
 def either(one: Expression, other: Expression) -> Expression:
-    if one in (NEVER, other):
-        return other
-    return one if other == NEVER else ("or", one, other)
+    alternatives = _alternatives(one) | _alternatives(other)
+    if len(alternatives) < 2:
+        return next(iter(alternatives), NEVER)
+    return ("or", alternatives)
+
+
+def _alternatives(expression: Expression) -> frozenset[Expression]:
+    if expression == NEVER:
+        return frozenset()
+    return expression[1] if expression[0] == "or" else frozenset({expression})
 
 
 def literal(text: str) -> Expression:
@@ -42,8 +50,8 @@ def may_end(expression: Expression) -> bool:
             return True
         case ("then", first, second):
             return may_end(first) and may_end(second)
-        case ("or", one, other):
-            return may_end(one) or may_end(other)
+        case ("or", alternatives):
+            return any(map(may_end, alternatives))
     return False
 
 
@@ -56,8 +64,8 @@ def derivative(expression: Expression, byte: int) -> Expression:
         case ("then", first, second):
             here = then(derivative(first, byte), second)
             return either(here, derivative(second, byte)) if may_end(first) else here
-        case ("or", one, other):
-            return either(derivative(one, byte), derivative(other, byte))
+        case ("or", alternatives):
+            return reduce(either, (derivative(one, byte) for one in alternatives), NEVER)
         case ("star", inner):
             return then(derivative(inner, byte), expression)
     return NEVER
