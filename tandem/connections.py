@@ -121,8 +121,8 @@ class Connections(Generic[C]):
     @property
     def come_back(self) -> bool:
         """Whether servers that can't be reached are replaced by others: behind a name that has served they come and go,
-        and its addresses may be told late."""
-        return self._has_served and self._book.has_names
+        and its addresses may be told late; of several endpoints one takes another's place within seconds."""
+        return self._has_served and self._follows_all
 
     @property
     def endpoints(self) -> int:

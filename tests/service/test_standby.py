@@ -189,10 +189,12 @@ def test_the_active_one_is_killed(pair: Pair, undisturbed: list[object]) -> None
 
 def test_the_active_one_is_stopped_and_comes_back_as_the_standby(pair: Pair, undisturbed: list[object]) -> None:
     active = pair.active
-    under_load(pair, undisturbed, lambda: active.send(signal.SIGSTOP))
-    pair.until()
-    successor = pair.active
-    active.send(signal.SIGCONT)
+    try:
+        under_load(pair, undisturbed, lambda: active.send(signal.SIGSTOP))
+        pair.until()
+        successor = pair.active
+    finally:
+        active.send(signal.SIGCONT)  # the tests after this one need both
     pair.until("both", "ready")
     assert pair.active is successor is not active
 
