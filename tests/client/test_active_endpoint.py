@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from grpc import aio
@@ -183,3 +184,17 @@ def test_a_new_request_finds_who_has_taken_the_place_behind_the_name(two: Two, m
             new.complete("a")
         records(monkeypatch, HOSTS[0])
         assert client.complete("a").samples[0].token_ids == (7,)
+
+
+def test_a_new_request_waits_until_one_of_several_endpoints_serves_again(two: Two) -> None:
+    """A client that was served knows that they are no mistake of its user's; one that never was is told at once."""
+    with Client(two.endpoints) as client, Client(two.endpoints) as new, ThreadPoolExecutor() as pool:
+        assert client.complete("a").samples[0].token_ids == (7,)
+        for scheduler in two.schedulers:
+            two.run(scheduler.server.stop(0))
+        with pytest.raises(Unavailable):
+            new.complete("a")
+        late = pool.submit(client.complete, "a")
+        time.sleep(0.5)  # both have refused it meanwhile
+        two.run(two.schedulers[1].start(HOSTS[1]))
+        assert late.result(PATIENCE_S).samples[0].token_ids == (7,)
