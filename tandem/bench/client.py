@@ -7,8 +7,8 @@ ENDPOINT may be several with commas; SECURITY is a ClientSecurity as JSON. Promp
 vocabulary.
 
 OUTPUT holds arrays: `arrival`, `late` (how long after it the request was sent), `first`, `last` (system clock),
-`tokens` and `prompts` (tokens) of each stream that ended well, `gaps` between messages of a stream, `times` and
-`counts` of all messages' tokens, `errors` of the streams that failed.
+`tokens`, `later` (those after its first message) and `prompts` (tokens) of each stream that ended well, `gaps` between
+messages of a stream, `times` and `counts` of all messages' tokens, `errors` of the streams that failed.
 """
 
 import asyncio
@@ -28,14 +28,15 @@ from tandem.async_client import AsyncClient
 from tandem.bench.work import TEMPERATURE
 
 _POLL_S = 0.005
+_STREAM = ("arrival", "late", "first", "last", "tokens", "later", "prompts")
 
 
 @dataclass(slots=True)
 class Seen:
     """What all streams have seen so far."""
 
-    streams: list[tuple[float, float, float, float, int, int]] = field(default_factory=list)
-    """(arrival, late, first, last, tokens, prompt tokens)"""
+    streams: list[tuple[float, float, float, float, int, int, int]] = field(default_factory=list)
+    """(arrival, late, first, last, tokens, later tokens, prompt tokens)"""
     gaps: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -43,8 +44,8 @@ class Seen:
 
     def save(self, output: str) -> None:
         """Writes the arrays."""
-        columns = np.array(self.streams, dtype=np.float64).reshape(-1, 6).T
-        streams = dict(zip(("arrival", "late", "first", "last", "tokens", "prompts"), columns, strict=True))
+        columns = np.array(self.streams, dtype=np.float64).reshape(-1, 7).T
+        streams = dict(zip(_STREAM, columns, strict=True))
         others = {name: np.array(getattr(self, name), dtype=np.float64) for name in ("gaps", "times", "counts")}
         np.savez(output, errors=np.array(self.errors, dtype=np.str_), **streams, **others)  # type: ignore[arg-type]
 
@@ -87,7 +88,7 @@ async def _one(
 async def _read(client: AsyncClient, prompt: list[int], length: int, arrival: float, seen: Seen) -> None:
     late = time.time() - arrival
     first = previous = 0.0
-    tokens = 0
+    tokens = later = 0
     stream = client.generate(
         prompt, max_tokens=length, temperature=TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=True
     )
@@ -97,11 +98,12 @@ async def _read(client: AsyncClient, prompt: list[int], length: int, arrival: fl
             first = now
         else:
             seen.gaps.append(now - previous)
+            later += len(delta.token_ids)
         previous = now
         tokens += len(delta.token_ids)
         seen.times.append(now)
         seen.counts.append(len(delta.token_ids))
-    seen.streams.append((arrival, late, first, previous, tokens, len(prompt)))
+    seen.streams.append((arrival, late, first, previous, tokens, later, len(prompt)))
 
 
 if __name__ == "__main__":

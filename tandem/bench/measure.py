@@ -25,7 +25,7 @@ _LEAD_S = 0.1  # from when all clients are ready
 _POLL_S = 0.01
 _LATE_S = 0.02  # what a client that starts in time keeps
 _CLIENT_FAILED = "a client process failed: see its message above"
-_COLUMNS = ("arrival", "late", "first", "last", "tokens", "prompts", "gaps", "times", "counts")
+_COLUMNS = ("arrival", "late", "first", "last", "tokens", "later", "prompts", "gaps", "times", "counts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ class Point:
     gap_p50_ms: float
     gap_p99_ms: float
     tpot_ms: float
-    """Mean over the streams of (last - first) / (tokens - 1), with what later streams' prompts take; 0 without any."""
+    """Mean over the streams of (last - first) / tokens after the first message, with what later streams' prompts take;
+    0 without any."""
     decode_ms: float
     """From when every stream had begun to the end, per further token; 0 where streams differ in length."""
 
@@ -162,13 +163,13 @@ def _share(concurrency: int | None, clients: int, number: int) -> int:
 
 def _measured(what: str, start: float, goals: Goals, seen: list[Any]) -> Measured:
     columns = {name: np.concatenate([file[name] for file in seen]) for name in _COLUMNS}
-    arrival, late, first, last, tokens, prompts, gaps, times, counts = columns.values()
+    arrival, late, first, last, tokens, later, prompts, gaps, times, counts = columns.values()
     errors = tuple(str(error) for file in seen for error in file["errors"])
     if not tokens.size:
         raise RequestFailed(f"every request failed, the first with {errors[0]}")
     if late.max() > _LATE_S:
         print(f"{what}: a request was sent {late.max() * 1e3:.0f} ms after its arrival", file=sys.stderr)
-    ttft, tpot, seconds = (first - arrival) * 1e3, (last - first) / np.maximum(tokens - 1, 1) * 1e3, last.max() - start
+    ttft, tpot, seconds = (first - arrival) * 1e3, (last - first) / np.maximum(later, 1) * 1e3, last.max() - start
     good = (ttft <= goals.ttft_ms) & (tpot <= goals.tpot_ms)
     point = Point(
         what=what,
@@ -181,15 +182,16 @@ def _measured(what: str, start: float, goals: Goals, seen: list[Any]) -> Measure
         gap_p50_ms=_percentile(gaps * 1e3, 50),
         gap_p99_ms=_percentile(gaps * 1e3, 99),
         tpot_ms=round(float(tpot.mean()), 3),
-        decode_ms=_decode_ms(first, last, tokens),
+        decode_ms=_decode_ms(first, last, tokens, later),
     )
     return Measured(point, ttft, gaps * 1e3, times - start, counts, errors)
 
 
-def _decode_ms(first: Floats, last: Floats, tokens: Floats) -> float:
-    """See Point."""
-    equal = tokens.min() == tokens.max() > 1
-    return round(float((last.max() - first.max()) / (tokens.max() - 1) * 1e3), 3) if equal else 0.0
+def _decode_ms(first: Floats, last: Floats, tokens: Floats, later: Floats) -> float:
+    """See Point. A message that was held up brings many tokens: those of the last stream to begin count from then."""
+    remaining = later[first.argmax()]
+    equal = tokens.min() == tokens.max() and remaining > 0
+    return round(float((last.max() - first.max()) / remaining * 1e3), 3) if equal else 0.0
 
 
 def _percentile(values: Floats, share: int) -> float:
