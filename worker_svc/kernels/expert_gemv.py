@@ -1,7 +1,7 @@
 """The experts of one token: as many matrix-vector products as it has, in two launches. Nothing is sorted.
 
-Each program finds its experts in the router's logits, which costs less than a launch: programs are one warp, whose
-reductions are single instructions.
+Each program finds its experts in the router's logits, which costs less than a launch: whatever compares logits lies in
+one warp, whose reductions are single instructions.
 """
 
 import triton
@@ -9,11 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.kernels.launch import launch_options, release_next, wait_for_previous
-from worker_svc.kernels.routing import Choice, best_experts
+from worker_svc.kernels.routing import Choice, best_experts, keys_of, take_best
 
 _GATED_BYTES = 8192  # of a row of weights that a warp holds
-_DOWN_BYTES = 24_576  # of weights of all experts that a warp holds
-_DOWN_COLUMNS = (64, 256)  # of a program's tiles, least and most
+_FULL_GPU_BYTES, _FULL_GPU_REGISTERS = 4096, 64  # rows so short that registers limit how many programs fit
+_DOWN_WARPS = 8
+_DOWN_BYTES = 24_576  # of weights that a warp holds
+_DOWN_COLUMNS = (64, 256)  # of an expert in a tile, least and most
+_DOWN_PROGRAMS = 128  # about so many fill a GPU
 
 
 def gated_products_of_one(y: Tensor, logits: Tensor, weight: Tensor, choice: Choice, *, pdl: bool = False) -> Tensor:
@@ -25,6 +28,7 @@ def gated_products_of_one(y: Tensor, logits: Tensor, weight: Tensor, choice: Cho
     width, hidden_size = weight.shape[1] // 2, weight.shape[2]
     out = y.new_empty(choice.top_k, width)
     columns = triton.next_power_of_2(hidden_size)
+    row_bytes = columns * y.element_size()
     _gated_kernel[(width, choice.top_k)](
         y,
         logits,
@@ -33,14 +37,12 @@ def gated_products_of_one(y: Tensor, logits: Tensor, weight: Tensor, choice: Cho
         choice.first,
         choice.num_local,
         NUM_EXPERTS=logits.shape[1],
-        TOP_K=choice.top_k,
-        RENORMALIZE=choice.renormalize,
         WIDTH=width,
         HIDDEN_SIZE=hidden_size,
         EXPERTS=max(triton.next_power_of_2(logits.shape[1]), 2),
-        PLACES=triton.next_power_of_2(choice.top_k),
         COLUMNS=columns,
-        num_warps=triton.cdiv(columns * y.element_size(), _GATED_BYTES),
+        num_warps=triton.cdiv(row_bytes, _GATED_BYTES),
+        maxnreg=_FULL_GPU_REGISTERS if row_bytes <= _FULL_GPU_BYTES else None,
         **launch_options(pdl),
     )
     return out
@@ -56,8 +58,11 @@ def weighted_sum_of_one(
     """
     hidden_size, width = weight.shape[1:]
     out = x.new_empty(1, hidden_size) if residual is None else residual
-    bytes_of_row = choice.top_k * width * x.element_size()
-    rows = 1 << max((_DOWN_BYTES // bytes_of_row).bit_length() - 1, 0)
+    places = triton.next_power_of_2(choice.top_k)
+    columns = min(max(width & -width, _DOWN_COLUMNS[0]), _DOWN_COLUMNS[1])
+    row_bytes = places * triton.cdiv(width, columns) * columns * x.element_size()
+    rows = _power_of_2_below(min(_DOWN_WARPS * _DOWN_BYTES // row_bytes, hidden_size // _DOWN_PROGRAMS))
+    matrix = hidden_size * width
     _down_kernel[(triton.cdiv(hidden_size, rows),)](
         x,
         logits,
@@ -70,15 +75,21 @@ def weighted_sum_of_one(
         RENORMALIZE=choice.renormalize,
         WIDTH=width,
         HIDDEN_SIZE=hidden_size,
+        MATRICES_ALIGNED=min(matrix & -matrix, 16),
         EXPERTS=max(triton.next_power_of_2(logits.shape[1]), 2),
-        PLACES=triton.next_power_of_2(choice.top_k),
+        PLACES=places,
         ADD=residual is not None,
         ROWS=rows,
-        COLUMNS=min(max(width & -width, _DOWN_COLUMNS[0]), _DOWN_COLUMNS[1]),
-        num_warps=triton.next_power_of_2(triton.cdiv(bytes_of_row, _DOWN_BYTES)),
+        COLUMNS=columns,
+        num_warps=_DOWN_WARPS,
         **launch_options(pdl),
     )
     return out
+
+
+def _power_of_2_below(n: int) -> int:
+    """The largest that is not above `n`, at least 1."""
+    return 1 << max(n.bit_length() - 1, 0)
 
 
 @triton.jit
@@ -90,23 +101,23 @@ def _gated_kernel(
     first: tl.tensor,
     num_local: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
-    PLACES: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program per expert of the token and output. It waits before it releases the next kernel, which so knows the
-    logits before it waits itself."""
+    logits before it waits itself. Programs of the best expert come first, and look for no other one."""
     wait_for_previous(PDL)
     release_next(PDL)
-    row, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
+    row, own, column, index = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS), tl.arange(0, EXPERTS)
     inside = column < HIDDEN_SIZE
-    chosen, _ = _experts_of(logits_ptr, NUM_EXPERTS, TOP_K, RENORMALIZE, EXPERTS, PLACES)
-    expert = tl.sum(tl.where(tl.arange(0, PLACES) == own, chosen, 0), axis=0) - first
+    logit = tl.load(logits_ptr + index, mask=index < NUM_EXPERTS, other=-float("inf"), cache_modifier=".cg")
+    key, found = keys_of(logit), tl.zeros([1], tl.int32)
+    for _ in range(own + 1):
+        found, _, key = take_best(key, EXPERTS)
+    expert = tl.sum(found, axis=0) - first
     if (expert >= 0) & (expert < num_local):
         source = weight_ptr + expert.to(tl.int64) * (2 * WIDTH * HIDDEN_SIZE) + row * HIDDEN_SIZE + column
         y = tl.load(y_ptr + column, mask=inside, other=0).to(tl.float32)
@@ -130,6 +141,7 @@ def _down_kernel(
     RENORMALIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr,
+    MATRICES_ALIGNED: tl.constexpr,
     EXPERTS: tl.constexpr,
     PLACES: tl.constexpr,
     ADD: tl.constexpr,
@@ -137,47 +149,42 @@ def _down_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per ROWS outputs. The weights of all experts are on the way together, before it waits."""
+    """One program per ROWS outputs. The columns of all experts lie beside each other in a row, so that a warp has one
+    expert, of whose inputs it needs few. All weights are on the way together, before it waits."""
     release_next(PDL)
-    row, column, place = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
-    chosen, p = _experts_of(logits_ptr, NUM_EXPERTS, TOP_K, RENORMALIZE, EXPERTS, PLACES)
-    local = chosen - first
-    local = tl.where((local >= 0) & (local < num_local), local, -1)
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PLACES * COLUMNS)
+    own, place, index = column // COLUMNS, tl.arange(0, PLACES), tl.arange(0, EXPERTS)
+    column %= COLUMNS
+    # A row of logits for each place: each warp compares them by itself.
+    logit_at = logits_ptr + index[None, :] + 0 * place[:, None]
+    logit = tl.load(logit_at, mask=index[None, :] < NUM_EXPERTS, other=-float("inf"), cache_modifier=".cg")
+    chosen, p = best_experts(logit, TOP_K, RENORMALIZE, EXPERTS, PLACES)
+    is_own = place[:, None] == place[None, :]
+    expert = _of_columns(tl.sum(tl.where(is_own, chosen, 0), axis=1), COLUMNS) - first
+    here = tl.max_constancy((expert >= 0) & (expert < num_local) & (own < TOP_K), [COLUMNS])
+    matrix = tl.where(here, expert, 0).to(tl.int64) * (HIDDEN_SIZE * WIDTH)
+    source = tl.max_contiguous(tl.multiple_of(matrix + column, [MATRICES_ALIGNED]), [COLUMNS])
     weights = ()
-    for k in tl.static_range(TOP_K):
-        expert = tl.sum(tl.where(place == k, local, 0), axis=0)
-        source = weight_ptr + tl.maximum(expert, 0).to(tl.int64) * (HIDDEN_SIZE * WIDTH)
-        for start in tl.static_range(0, WIDTH, COLUMNS):
-            inside = (row < HIDDEN_SIZE)[:, None] & (start + column < WIDTH)[None, :] & (expert >= 0)
-            source_tile = source + row[:, None] * WIDTH + start + column[None, :]
-            weights += (tl.load(source_tile, mask=inside, other=0),)  # type: ignore[assignment]  # a tuple grows
-    wait_for_previous(PDL)
-    products = tl.zeros([ROWS, COLUMNS], tl.float32)
-    TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    for k in tl.static_range(TOP_K):
-        here = tl.sum(tl.where(place == k, local, 0), axis=0) >= 0
-        probability = tl.sum(tl.where(place == k, p, 0.0), axis=0)
-        for tile in tl.static_range(TILES):
-            at = tile * COLUMNS + column
-            x = tl.load(x_ptr + k * WIDTH + at, mask=(at < WIDTH) & here, other=0).to(tl.float32)
-            products += weights[k * TILES + tile].to(tl.float32) * (x * probability)[None, :]
-    total = tl.sum(products, axis=1)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        inside = (row < HIDDEN_SIZE)[:, None] & (here & (start + column < WIDTH))[None, :]
+        source_tile = weight_ptr + source[None, :] + row[:, None] * WIDTH + start
+        weights += (tl.load(source_tile, mask=inside, other=0),)  # type: ignore[assignment]  # a tuple grows
+    p = _of_columns(tl.sum(tl.where(is_own, p, 0.0), axis=1), COLUMNS)
+    residual = tl.zeros([ROWS], tl.float32)
     if ADD:
-        total += tl.load(out_ptr + row, mask=row < HIDDEN_SIZE, other=0).to(tl.float32)
+        residual = tl.load(out_ptr + row, mask=row < HIDDEN_SIZE, other=0).to(tl.float32)
+    wait_for_previous(PDL)
+    products = tl.zeros([ROWS, PLACES * COLUMNS], tl.float32)
+    for tile in tl.static_range((WIDTH + COLUMNS - 1) // COLUMNS):
+        at = tile * COLUMNS + column
+        x = tl.load(x_ptr + own * WIDTH + at, mask=here & (at < WIDTH), other=0).to(tl.float32)
+        products += weights[tile].to(tl.float32) * (x * p)[None, :]
+    total = tl.sum(products, axis=1) + residual
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < HIDDEN_SIZE)
 
 
 @triton.jit
-def _experts_of(
-    logits_ptr: tl.tensor,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    PLACES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """See best_experts."""
-    index = tl.arange(0, EXPERTS)
-    logit = tl.load(logits_ptr + index, mask=index < NUM_EXPERTS, other=-float("inf"), cache_modifier=".cg")
-    chosen, p = best_experts(logit.to(tl.float32), TOP_K, RENORMALIZE, EXPERTS, PLACES)
-    return chosen, p
+def _of_columns(of_place: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
+    """[PLACES] to [PLACES * COLUMNS]."""
+    PLACES: tl.constexpr = of_place.shape[0]
+    return tl.reshape(tl.broadcast_to(of_place[:, None], [PLACES, COLUMNS]), [PLACES * COLUMNS])

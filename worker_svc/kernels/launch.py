@@ -52,6 +52,14 @@ def offset_after_previous(offset: tl.tensor, MULTIPLE: tl.constexpr, PDL: tl.con
     return offset // MULTIPLE * MULTIPLE  # tells the compiler how the loads are aligned
 
 
+@triton.jit
+def prefetch(pointers: tl.tensor) -> None:
+    """Fetches the lines of memory at these addresses into the L2 cache; not in the interpreter."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 def launch_options(pdl: bool) -> dict[str, Any]:
     """Keywords of a launch with or without programmatic dependent launch."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

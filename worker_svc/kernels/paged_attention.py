@@ -10,13 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.kernels.launch import check_head_dim, dot, launch_options, release_next, row_stride, wait_for_previous
+from worker_svc.kernels.launch import (
+    check_head_dim,
+    dot,
+    launch_options,
+    prefetch,
+    release_next,
+    row_stride,
+    wait_for_previous,
+)
 from worker_svc.kernels.parts import COUNT, END, FIELDS, FIRST, FIRST_PART, ROW, TABLE_ROW, UNIT, Parts
 
 _MIN_QUERY_ROWS = 16  # of a tensor core tile
 _COMBINED_HEADS = 32  # of all parts, whose outputs are put together at a time: what a warp's registers hold
+_FEW_HEADS = 16  # K/V heads of all rows, from which on latency no longer rules
 # From so many K/V heads of all rows on; no rule, docs/kernels.md.
-_STAGES = ((2048, 4), (512, 5), (64, 4), (16, 5), (0, 2))
+_STAGES = ((2048, 4), (512, 5), (64, 4), (_FEW_HEADS, 5), (0, 2))
 
 
 def paged_attention(
@@ -70,6 +79,7 @@ def paged_attention(
         HEAD_DIM=head_dim,
         TILE=min(UNIT, block_size & -block_size),
         STAGES=next(stages for heads, stages in _STAGES if parts.num_rows * num_kv_heads >= heads),
+        PREFETCH=pdl and parts.num_rows * num_kv_heads < _FEW_HEADS,
         num_warps=query_rows // _MIN_QUERY_ROWS,
         **launch_options(pdl),
     )
@@ -98,6 +108,7 @@ def _attention_kernel(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program per K/V head and part: online softmax (Milakov and Gimelshein 2018) in powers of two. Programs start
@@ -116,6 +127,14 @@ def _attention_kernel(
     table_ptr = block_tables_ptr + tl.load(part_ptr + TABLE_ROW).to(tl.int64) * table_stride
     first, end = tl.load(part_ptr + FIRST), tl.load(part_ptr + END)
     first_part, count = tl.load(part_ptr + FIRST_PART), tl.load(part_ptr + COUNT)
+    if PREFETCH:  # the first tile is on its way before the queries are there
+        tile = tl.where(row >= 0, first, 0) + tile_token
+        is_token = (row >= 0) & (tile < end)
+        tile_block = tl.load(table_ptr + tile // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+        tile_start = (tile_block * BLOCK_SIZE + tile % BLOCK_SIZE) * TOKEN_STRIDE + kv_head * HEAD_DIM
+        line = tl.arange(0, (HEAD_DIM + 63) // 64) * 64  # 128 bytes
+        prefetch(key_ptr + tile_start[:, None] + line[None, :])
+        prefetch(value_ptr + tile_start[:, None] + line[None, :])
     wait_for_previous(PDL)
     if row < 0:
         return

@@ -104,6 +104,9 @@ def _rotate_and_store_kernel(
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     cos = tl.load(cos_ptr + position * HALF + dim)
     sin = tl.load(sin_ptr + position * HALF + dim)
+    if QK_NORM:
+        x_weight = tl.where(is_query, tl.load(query_weight_ptr + dim), tl.load(key_weight_ptr + dim))
+        y_weight = tl.where(is_query, tl.load(query_weight_ptr + HALF + dim), tl.load(key_weight_ptr + HALF + dim))
     wait_for_previous(PDL)
     source = qkv_ptr + token * qkv_stride + head * HEAD_DIM + dim  # [HEADS, HALF]
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < HALF)
@@ -112,8 +115,6 @@ def _rotate_and_store_kernel(
     if QK_NORM:
         square = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
         scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-        x_weight = tl.where(is_query, tl.load(query_weight_ptr + dim), tl.load(key_weight_ptr + dim))
-        y_weight = tl.where(is_query, tl.load(query_weight_ptr + HALF + dim), tl.load(key_weight_ptr + HALF + dim))
         x = ((x * scale).to(first.dtype).to(tl.float32) * x_weight.to(tl.float32)).to(first.dtype).to(tl.float32)
         y = ((y * scale).to(first.dtype).to(tl.float32) * y_weight.to(tl.float32)).to(first.dtype).to(tl.float32)
     rotated_first = (x * cos - y * sin).to(first.dtype)

@@ -150,23 +150,39 @@ def _route_kernel(
 def best_experts(
     logit: tl.tensor, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The TOP_K best experts of one token and their probabilities, [PLACES]. They differ, whatever the logits are.
+    """The TOP_K best experts and their probabilities, [..., PLACES]. They differ, whatever the logits are.
 
-    `logit` [EXPERTS] float32, -infinity past the last expert.
+    `logit` [..., EXPERTS] float32, -infinity past the last expert.
     """
-    expert, place = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
-    key = _ordered(tl.where(logit == logit, logit, -float("inf")).to(tl.int32, bitcast=True))  # NaN has no order
+    place = tl.arange(0, PLACES)
+    key = keys_of(logit)
     chosen, best = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.int32)
     for k in tl.static_range(TOP_K):
-        largest = tl.max(key, axis=0)
-        index = tl.min(tl.where(key == largest, expert, EXPERTS), axis=0)
-        key = tl.where(expert == index, -(2**31), key)
+        index, largest, key = take_best(key, EXPERTS)
         chosen = tl.where(place == k, index, chosen)
         best = tl.where(place == k, largest, best)
     score = tl.where(place < TOP_K, _ordered(best).to(tl.float32, bitcast=True), -float("inf"))
-    peak = tl.max(score, axis=0)
+    peak = tl.max(score, axis=-1, keep_dims=True)
     p = tl.exp(score - peak)
-    return chosen, p / (tl.sum(p, axis=0) if RENORMALIZE else tl.sum(tl.exp(logit - peak), axis=0))
+    total = tl.sum(p, axis=-1, keep_dims=True)
+    if not RENORMALIZE:
+        total = tl.sum(tl.exp(logit - peak), axis=-1, keep_dims=True)
+    return chosen, p / total
+
+
+@triton.jit
+def keys_of(logit: tl.tensor) -> tl.tensor:
+    """Integers in the order of the logits. NaN has none: it comes last."""
+    return _ordered(tl.where(logit == logit, logit, -float("inf")).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def take_best(key: tl.tensor, EXPERTS: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of `key` [..., EXPERTS] the first of the largest: its index and value, [..., 1], and the keys without it."""
+    expert = tl.arange(0, EXPERTS)
+    largest = tl.max(key, axis=-1, keep_dims=True)
+    index = tl.min(tl.where(key == largest, expert, EXPERTS), axis=-1, keep_dims=True)
+    return index, largest, tl.where(expert == index, -(2**31), key)
 
 
 @triton.jit
