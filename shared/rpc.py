@@ -14,6 +14,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared import errors
+from shared.decoding import decoded
 from shared.ports import address
 from shared.reading import Writes
 
@@ -214,8 +215,8 @@ async def until_serving(endpoint: str, service: str) -> None:
     ) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
-            with suppress(aio.AioRpcError):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+            with suppress(aio.AioRpcError, errors.ProtocolError):
+                answer = decoded(await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0))
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             await asyncio.sleep(POLL_S)
