@@ -8,7 +8,7 @@ from typing import ClassVar
 from shared.errors import StartupError
 from shared.resolve import check_targets
 from shared.security import ClientSecurity, File, ServerSecurity, check_server
-from shared.settings import check_bounds
+from shared.settings import check_bounds, check_distinct, flag
 from shared.types import DEPTH_LIMIT
 
 FINISH, HANDOFF = DRAINS = ("finish", "handoff")
@@ -104,7 +104,9 @@ class SchedulerConfig(ServerSecurity):
 
     def __post_init__(self) -> None:
         """Every value on its own; what depends on the workers is checked when they are known."""
-        check_bounds(self, ("port", "metrics_port", "health_port"), 1, 65535)
+        ports = ("port", "health_port", "metrics_port")
+        check_bounds(self, ports, 1, 65535)
+        check_distinct({flag(name): getattr(self, name) for name in ports})
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise StartupError(
                 f"--otlp-endpoint {self.otlp_endpoint!r}: http://host:port or https://host:port is needed"

@@ -94,7 +94,8 @@ class Engine:
 
     def load(self) -> Load:
         """How busy the service is; before the first worker, who waits for one."""
-        return load_of(self._served, len(self._requests.early))
+        waiting = 0 if self._served.core is not None else self._frontends.waiting
+        return load_of(self._served, len(self._requests.early) + waiting)
 
     def check_invariants(self) -> None:
         """Asserts that the core's state is consistent. O(everything)."""

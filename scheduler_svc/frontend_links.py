@@ -23,6 +23,8 @@ from shared.wire import pack, rules_from_pb, unpack
 
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
+MOST_WAITING = 1 << 20
+"""Requests that one frontend may say wait there."""
 MOST_CHANGES = 1024
 """Changes of a cache in one message: a block of 256 tokens is a kilobyte."""
 
@@ -84,6 +86,12 @@ class FrontendLinks:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._accepted = 0
+        self._waiting: dict[int, int] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in frontends for the first worker, which alone tells how to check them."""
+        return sum(self._waiting.values())
 
     async def serve(self, path: str) -> asyncio.Server:
         """Accepts frontends on the Unix socket `path`."""
@@ -109,6 +117,7 @@ class FrontendLinks:
             self._listener.broke(error)
         finally:
             self._writers.pop(peer, None)
+            self._waiting.pop(peer, None)
             writer.close()
             self._listener.left(peer)
 
@@ -134,6 +143,8 @@ class FrontendLinks:
                 self._send(peer, core_pb2.CoreMessage(stats_answer=stats))
             case "led_before":
                 self._listener.led_before(message.led_before.term)
+            case "waiting":
+                self._waiting[peer] = min(message.waiting.requests, MOST_WAITING)
             case "watch_cache":
                 self._listener.watch_cache(peer, message.watch_cache.watch)
             case "flush_cache":

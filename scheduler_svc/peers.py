@@ -14,9 +14,12 @@ from grpc import StatusCode, aio
 from scheduler_svc.claim import Claim
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.election import Election
+from shared.decoding import decoded
 from shared.dialer import Dialer
+from shared.errors import ProtocolError
 from shared.pb import peer_pb2, peer_pb2_grpc
 from shared.resolve import follow, is_name, named
+from shared.security import ClientSecurity
 from shared.tls import explained
 
 REDIAL_S = 0.2
@@ -66,10 +69,8 @@ class Peers:
             channel = dialer.channel(address)
             try:
                 await self._follow(address, peer_pb2_grpc.PeerServiceStub(channel))
-            except aio.AioRpcError as error:
-                reason = explained(error.details() or "", dialer.security)
-                if error.code() is StatusCode.UNIMPLEMENTED:
-                    reason = "no scheduler answers there: --peers takes the addresses that clients reach"
+            except (aio.AioRpcError, ProtocolError) as error:
+                reason = _reason(error, dialer.security)
                 if reason != reported:
                     _log.warning("no peer", endpoint=address, reason=reason)
                 reported = reason
@@ -86,11 +87,19 @@ class Peers:
         call = stub.Watch(peer_pb2.WatchPeerRequest())
         while True:
             async with asyncio.timeout(self._config.peer_timeout):
-                state = await call.read()
+                state = decoded(await call.read())
             if not isinstance(state, peer_pb2.PeerState):
                 return
             self._election.heard(address, claim_from_pb(state), time.monotonic())
             self._heard()
+
+
+def _reason(error: aio.AioRpcError | ProtocolError, security: ClientSecurity) -> str:
+    if isinstance(error, ProtocolError):
+        return str(error)
+    if error.code() is StatusCode.UNIMPLEMENTED:
+        return "no scheduler answers there: --peers takes the addresses that clients reach"
+    return explained(error.details() or "", security)
 
 
 def claim_from_pb(state: peer_pb2.PeerState) -> Claim:

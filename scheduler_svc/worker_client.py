@@ -14,6 +14,7 @@ import structlog
 from grpc import StatusCode, aio
 
 from scheduler_svc.link_counts import LinkCounts
+from shared.decoding import decoded
 from shared.dialer import Dialer
 from shared.errors import ProtocolError, StartupError, TandemError
 from shared.pb import worker_pb2, worker_pb2_grpc
@@ -189,7 +190,10 @@ class WorkerLink:
             if error.code() is StatusCode.DEADLINE_EXCEEDED:
                 raise ValueError("it listens but does not answer: it loads its model, or hangs") from None
             raise
-        return description_from_pb(answer)
+        try:
+            return description_from_pb(decoded(answer))
+        except ProtocolError as error:
+            raise Misfit(str(error)) from None
 
     async def _outgoing(self) -> AsyncIterator[worker_pb2.StepPlan]:
         while (plan := await self._plans.get()) is not None:
@@ -209,7 +213,7 @@ class WorkerLink:
         """Until the stream ends or falls silent: heartbeats make sure that there is always a result to wait for."""
         while True:
             async with asyncio.timeout(self._step_timeout):
-                message = await call.read()
+                message = decoded(await call.read())
             if not isinstance(message, worker_pb2.StepResult):
                 raise ValueError(DRAINED if self.is_drained else "the worker ended the plan stream")
             if message.instance != self._instance:

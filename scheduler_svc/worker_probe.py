@@ -9,7 +9,9 @@ from collections.abc import Callable
 from grpc import aio
 
 from scheduler_svc.config import SchedulerConfig
+from shared.decoding import decoded
 from shared.dialer import Dialer
+from shared.errors import ProtocolError
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.resolve import is_name, named, resolve
 from shared.types import WorkerDescription
@@ -64,7 +66,7 @@ class WorkerProbe:
         async with dialer.channel(endpoint) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
-                answer = await stub.Describe(question, timeout=ANSWER_S, metadata=dialer.metadata)
-            except aio.AioRpcError:
+                answer = decoded(await stub.Describe(question, timeout=ANSWER_S, metadata=dialer.metadata))
+            except (aio.AioRpcError, ProtocolError):
                 return False
         return self._fits(description_from_pb(answer))

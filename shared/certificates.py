@@ -10,7 +10,7 @@ import structlog
 from prometheus_client.core import Metric
 
 from shared.metrics import gauge
-from shared.security import flag
+from shared.settings import flag
 
 LOOK_S = 60.0
 """Between two looks at the files."""

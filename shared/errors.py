@@ -71,7 +71,7 @@ class RequestFailed(TandemError):
 
 
 class ProtocolError(TandemError):
-    """A peer broke the plan log's rules: its stream can't go on."""
+    """A peer sends what is no message, or breaks the plan log's rules: its stream can't go on."""
 
 
 class StartupError(TandemError):

@@ -14,6 +14,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared import errors
+from shared.decoding import checked, decoded, handing_on
 from shared.ports import address
 from shared.reading import Writes
 
@@ -141,8 +142,8 @@ class ErrorInterceptor(aio.ServerInterceptor):
         behaviour = getattr(handler, kind)
         is_stream = inspect.isasyncgenfunction(behaviour)
         call = _streaming(behaviour, self._writes) if is_stream else _awaited(behaviour)
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(call, handler.request_deserializer, handler.response_serializer)
+        make, decode = getattr(grpc, f"{kind}_rpc_method_handler"), handler.request_deserializer
+        return make(call, handing_on(decode) if kind.startswith("unary") else decode, handler.response_serializer)
 
 
 def _awaited(behaviour: Any) -> Any:
@@ -150,7 +151,7 @@ def _awaited(behaviour: Any) -> Any:
 
     async def call(request: Any, context: Any) -> Any:
         try:
-            return await behaviour(request, context)
+            return await behaviour(checked(request), context)
         except (aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -163,7 +164,7 @@ def _streaming(behaviour: Any, writes: Writes) -> Any:
     async def call(request: Any, context: Any) -> None:
         try:
             # Closed here and now when the call ends early: what it holds is freed within one turn of the loop.
-            async with aclosing(behaviour(request, context)) as responses:
+            async with aclosing(behaviour(checked(request), context)) as responses:
                 async for response in responses:
                     try:
                         await writes.write(context, response)
@@ -214,8 +215,8 @@ async def until_serving(endpoint: str, service: str) -> None:
     ) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
-            with suppress(aio.AioRpcError):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+            with suppress(aio.AioRpcError, errors.ProtocolError):
+                answer = decoded(await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0))
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             await asyncio.sleep(POLL_S)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from shared.errors import StartupError
+from shared.settings import flag
 
 File: TypeAlias = str | os.PathLike[str] | None
 """A file's name, or none."""
@@ -62,11 +63,6 @@ def require_pair(security: Any) -> None:
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if getattr(security, name) is not None and getattr(security, other) is None:
             raise StartupError(f"{flag(name)}: needs {flag(other)}")
-
-
-def flag(name: str) -> str:
-    """The command line's name of a setting."""
-    return "--" + name.replace("_", "-")
 
 
 PLAIN = ClientSecurity()

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -36,4 +36,17 @@ def check_bounds(settings: Any, names: Iterable[str], least: float, most: float 
         value = getattr(settings, name)
         if value is not None and not least <= value <= most:
             bounds = f"at least {least:g}" if most == math.inf else f"{least:g} to {most:g}"
-            raise StartupError(f"--{name.replace('_', '-')} {value}: {bounds} is needed")
+            raise StartupError(f"{flag(name)} {value}: {bounds} is needed")
+
+
+def check_distinct(ports: Mapping[str, int | None]) -> None:
+    """Raises StartupError, naming both flags, where two give the same port, by flag. None and 0 are no port."""
+    flags: dict[int, str] = {}
+    for given, port in ports.items():
+        if port and (other := flags.setdefault(port, given)) != given:
+            raise StartupError(f"{other} and {given} are both {port}: give each a port of its own")
+
+
+def flag(name: str) -> str:
+    """The command line's name of a setting."""
+    return "--" + name.replace("_", "-")

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from shared.reloaded import Reloaded
-from shared.security import ClientSecurity, File, ServerSecurity, flag
+from shared.security import ClientSecurity, File, ServerSecurity
+from shared.settings import flag
 
 _FAILED = "failed to connect"
 _HINTS = (

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from grpc import StatusCode
 
+from shared.decoding import UNDECODABLE
 from shared.dialer import Dialer
 from shared.errors import Aborted, RequestFailed, Standby, TandemError, Unavailable
 from shared.pb import generation_pb2_grpc as rpc
@@ -26,6 +27,9 @@ from tandem.address_book import AddressBook
 
 DOUBT_S = 2.0
 """How long an endpoint that has failed is not preferred, whatever is known of it: a stopped server says nothing new."""
+
+_UNDECODABLE = "Exception deserializing response!"
+"""What gRPC itself tells clients for threads."""
 
 C = TypeVar("C")
 Stub = Any
@@ -179,6 +183,8 @@ def error_of(error: Any, security: ClientSecurity) -> TandemError:
         return Standby(details, trailers[ACTIVE_ENDPOINT])
     if error.code() is StatusCode.UNIMPLEMENTED:
         return RequestFailed(f"this is no scheduler of Tandem: give the address of one, not of a worker ({details})")
+    if error.code() is StatusCode.INTERNAL and details == _UNDECODABLE:
+        return RequestFailed(f"the server {UNDECODABLE}")
     retry_after = str(trailers.get(RETRY_AFTER, ""))  # gRPC itself reads it: negative or none of a number means never
     retry_after_ms = int(retry_after) if retry_after.isdecimal() and len(retry_after) < 10 else 0
     found = error_from_status(error.code().value[0], details, retry_after_ms)
@@ -196,7 +202,9 @@ class Asking:
         self._unavailable: TandemError | None = None
 
     def is_settled_by(self, answer: Any) -> bool:
-        """Whether no other endpoint needs to be asked."""
+        """Whether no other endpoint needs to be asked. None: what came can't be decoded. Raises RequestFailed then."""
+        if answer is None:
+            raise RequestFailed(f"the server {UNDECODABLE}")
         self._answer = answer
         return self._good_enough(answer)
 

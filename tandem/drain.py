@@ -4,8 +4,9 @@ import asyncio
 
 from grpc import StatusCode, aio
 
+from shared.decoding import decoded
 from shared.dialer import Dialer
-from shared.errors import StartupError, TandemError, Unavailable
+from shared.errors import ProtocolError, StartupError, TandemError, Unavailable
 from shared.pb import worker_pb2, worker_pb2_grpc
 from shared.resolve import check_targets, is_name
 from shared.security import PLAIN, ClientSecurity
@@ -25,11 +26,13 @@ async def _drain(worker: str, timeout_s: float, dialer: Dialer) -> None:
     channel = dialer.channel(worker)
     try:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        await stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s, metadata=dialer.metadata)
+        decoded(await stub.Drain(worker_pb2.DrainRequest(), timeout=timeout_s, metadata=dialer.metadata))
     except aio.AioRpcError as error:
         if error.code() is StatusCode.DEADLINE_EXCEEDED:
             raise TandemError(f"{worker} is still in use after {timeout_s:g} s; it gets nothing new") from None
         raise Unavailable(f"{worker}: {_reason(error, dialer.security)}") from None
+    except ProtocolError as error:
+        raise ProtocolError(f"{worker}: {error}") from None
     finally:
         await channel.close()
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from shared.errors import StartupError
 from shared.ports import LOOPBACK, address, find_free, require_free
 from shared.process import STARTUP_FAILED, die_with_parent, stop_signals
-from shared.settings import check_bounds
+from shared.settings import check_bounds, check_distinct
 from tandem.serve import ServeConfig, Service
 
 POLL_S = 0.2
@@ -62,6 +62,8 @@ async def run(
 ) -> int:
     """Serves until SIGINT or SIGTERM; the exit status. `further` are options of `smg launch`."""
     require_installed()
+    own = {"--http-port": gateway.http_port, "--http-metrics-port": gateway.http_metrics_port}
+    check_distinct({**own, **config.ports})
     require_free(gateway.http_host, gateway.http_port, "--http-host", "--http-port")
     if gateway.http_metrics_port:
         require_free(LOOPBACK, gateway.http_metrics_port, "--http-host", "--http-metrics-port")

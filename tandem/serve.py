@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from shared.ports import LOOPBACK, address, find_free, require_free
 from shared.process import STARTUP_FAILED, Supervisor, stop_signals
 from shared.rpc import until_serving
-from shared.security import ServerSecurity, check_server, flag
-from shared.settings import check_bounds
+from shared.security import ServerSecurity, check_server
+from shared.settings import check_bounds, check_distinct, flag
 
 WORKER_GRACE_S = 5.0
 
@@ -44,7 +44,17 @@ class ServeConfig(ServerSecurity):
         check_bounds(self, ("port", "health_port"), 1, 65535)
         check_bounds(self, ("metrics_port",), 1, 65535 - self.workers)
         check_bounds(self, ("drain_timeout",), 0)
+        check_distinct(self.ports)
         check_server(self)
+
+    @property
+    def ports(self) -> dict[str, int | None]:
+        """All that are listened on, but for those that nobody chose, by flag."""
+        ports = {"--port": self.port, "--health-port": self.health_port, "--metrics-port": self.metrics_port}
+        if self.metrics_port is None:
+            return ports
+        of_workers = {f"--metrics-port of worker {n}": self.metrics_port + 1 + n for n in range(self.workers)}
+        return ports | of_workers
 
 
 class Service:

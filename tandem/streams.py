@@ -13,7 +13,8 @@ from typing import Any, Generic, Self
 
 import grpc
 
-from shared.errors import Aborted
+from shared.decoding import UNDECODABLE
+from shared.errors import Aborted, RequestFailed
 from shared.pb import generation_pb2 as pb
 from shared.rpc import REQUEST_ID
 from tandem.connections import C, Connections, error_of
@@ -57,7 +58,10 @@ class _Stream(Generic[C]):
         if self._is_closed:  # perhaps by another thread, which knew only the calls before these
             self._cancel()
 
-    def _take(self, response: pb.GenerateResponse) -> Delta:
+    def _take(self, response: pb.GenerateResponse | None) -> Delta:
+        """None: what came can't be decoded."""
+        if response is None:
+            raise RequestFailed(f"the server {UNDECODABLE}")
         self._patience.progressed()
         self._connections.served()
         return self._progress.take(response)

@@ -48,7 +48,7 @@ class Watch:
         self._rates.append(generated)
         return Frame(
             endpoint=self._endpoint,
-            model=self._client.model_info(),
+            model=self._client.model_info() if now.stats.load.max_running else None,
             stats=now.stats,
             generation_rate=generated,
             generation_rates=tuple(self._rates),

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tandem.values import ModelInfo, RequestStats, Stats, WorkerLoad
+from tandem.values import Load, ModelInfo, RequestStats, Stats, WorkerLoad
 
 SHOWN_REQUESTS = 10
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -21,7 +21,8 @@ class Frame:
     """One look at a service. Rates are per second, since the look before."""
 
     endpoint: str
-    model: ModelInfo
+    model: ModelInfo | None
+    """None before the first worker, whose answer is a part of it."""
     stats: Stats
     generation_rate: float
     generation_rates: tuple[float, ...]
@@ -32,15 +33,24 @@ class Frame:
 
 def view(frame: Frame, problem: str | None = None) -> RenderableType:
     """The whole frame; `problem` is why there is no newer one."""
-    parts: list[RenderableType] = [_throughput(frame), *_workers(frame.stats.load.workers)]
+    first = _throughput(frame) if frame.model is not None else _waiting(frame.stats.load)
+    parts: list[RenderableType] = [first, *_workers(frame.stats.load.workers)]
     if frame.stats.latest:
         parts += [_latencies(frame.stats.latest), _latest(frame.stats.latest[:SHOWN_REQUESTS])]
     if problem is not None:
         parts.insert(0, Text(f"no answer, trying again: {problem}", style="bold red"))
     model = frame.model
-    title = f"{model.model_name} ({model.architecture}, {model.dtype}) at {frame.endpoint}"
+    named = "tandem" if model is None else f"{model.model_name} ({model.architecture}, {model.dtype})"
+    title = f"{named} at {frame.endpoint}"
     spaced = [line for part in parts for line in (part, Text())][:-1]
     return Panel(Group(*spaced), title=Text(title), subtitle=f"up {_duration(frame.stats.uptime_s)}")
+
+
+def _waiting(load: Load) -> Text:
+    """Before the first worker: what is waited for, above those that were asked."""
+    waiting = "1 request waits" if load.queued == 1 else f"{load.queued:,} requests wait"
+    asked = "none of these serves" if load.workers else "the names of --workers have no address"
+    return Text(f"no worker yet, {waiting}: {asked}", style="bold yellow")
 
 
 def _throughput(frame: Frame) -> Table:

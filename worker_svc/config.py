@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shared.errors import StartupError
 from shared.security import ServerSecurity, check_server
-from shared.settings import check_bounds
+from shared.settings import check_bounds, check_distinct, flag
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
@@ -94,6 +94,8 @@ class WorkerConfig(ServerSecurity):
             raise StartupError(f"--max-num-batched-tokens {self.max_num_batched_tokens}: {least}")
         check_bounds(self, ("port",), 0, 65535)
         check_bounds(self, ("metrics_port", "health_port", "master_port"), 1, 65535)
+        names = ("port", "health_port", "metrics_port", *(("master_port",) if self.nnodes > 1 else ()))
+        check_distinct({flag(name): getattr(self, name) for name in names})
         check_bounds(self, ("node_rank",), 0, self.nnodes - 1)
         if self.nnodes > 1 and not self.master_addr:
             raise StartupError(f"--nnodes {self.nnodes}: --master-addr, the address of node 0, is needed")
@@ -130,10 +132,6 @@ class WorkerConfig(ServerSecurity):
         return Path(self.model)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise StartupError(f"{_flag(name)} {value}: not among {', '.join(allowed)}")
+        raise StartupError(f"{flag(name)} {value}: not among {', '.join(allowed)}")

@@ -17,8 +17,7 @@ from shared.model_config import ModelConfig, load_model_config
 from shared.ports import require_free
 from shared.process import kill, spawn, stop_signals
 from shared.scratch import scratch_folder
-from shared.security import flag
-from shared.settings import to_json
+from shared.settings import flag, to_json
 from shared.tls import server_credentials
 from shared.tokens import Tokens
 from worker_svc.config import WorkerConfig

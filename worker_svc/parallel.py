@@ -4,6 +4,7 @@ Values on the host travel through gloo, values on GPUs through memory that these
 Collectives on GPUs can be captured in CUDA graphs, if every rank captures and replays the same ones in the same order.
 """
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from shared.errors import StartupError, TandemError
 from worker_svc.store import Store
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _FOREVER = timedelta(days=365)  # idle ranks wait in a collective; the launcher watches for hung ones
+_TRIAL = timedelta(seconds=8)  # gloo gives ranks that connect five times as long
 _FIRST = 4096  # bytes of the first part of a message: most plans fit, so that one broadcast carries them
 _LENGTH = 8  # of them say how long it is
 
@@ -120,15 +122,20 @@ ALONE = TensorParallel()
 def join(rank: int, size: int, rendezvous: Path | Store, device: torch.device) -> TensorParallel:
     """Waits for all ranks of the group: at a file that those of one host share, or at a store that rank 0 serves.
 
-    Raises StartupError where these don't fit each other.
+    Raises StartupError where these don't fit each other, or don't reach each other.
     """
     if size == 1:
         return TensorParallel()
     on_gpu = device.type == "cuda"
-    nnodes = rendezvous.nnodes if isinstance(rendezvous, Store) else 1
+    store: PrefixStore | FileStore
+    if isinstance(rendezvous, Store):
+        nnodes, store = rendezvous.nnodes, _connect(rendezvous, rank, size, device)
+        _trial = _reach_all(store, rank, size)  # kept until no rank can be in the midst of its own
+    else:
+        nnodes, store = 1, FileStore(str(rendezvous), size)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_connect(rendezvous, rank, device) if isinstance(rendezvous, Store) else FileStore(str(rendezvous), size),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=_FOREVER,
@@ -137,9 +144,9 @@ def join(rank: int, size: int, rendezvous: Path | Store, device: torch.device) -
     return TensorParallel(rank, size, on_gpu, _peers(rank, size, nnodes, device) if on_gpu else None)
 
 
-def _connect(store: Store, rank: int, device: torch.device) -> PrefixStore:
-    """Rank 0, which has the listening socket, serves all. Raises StartupError where the ranks' devices differ: their
-    first collective would never end."""
+def _connect(store: Store, rank: int, size: int, device: torch.device) -> PrefixStore:
+    """Waits for all ranks. Rank 0, which has the listening socket, serves them. Raises StartupError where their devices
+    differ: their first collective would never end."""
     connected = TCPStore(
         store.host,
         store.port,
@@ -150,11 +157,26 @@ def _connect(store: Store, rank: int, device: torch.device) -> PrefixStore:
     )
     own = PrefixStore(store.epoch, connected)
     own.set(f"device of rank {rank}", device.type)
+    own.wait([f"device of rank {number}" for number in range(size)])
     if (first := own.get("device of rank 0").decode()) != device.type:
         raise StartupError(
             f"--device: rank 0 runs on {first}, rank {rank} on {device.type}: give the same to all nodes"
         )
     return own
+
+
+def _reach_all(store: PrefixStore, rank: int, size: int) -> ProcessGroupGloo:
+    """Connects all ranks, as the group will, which has no bound: it would wait for ever where a firewall is between
+    nodes. Raises StartupError."""
+    try:
+        return ProcessGroupGloo(PrefixStore("trial", store), rank, size, _TRIAL)
+    except RuntimeError as error:
+        problem = str(error).rpartition("] ")[2]  # after the place in gloo's source
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host's name")
+        raise StartupError(
+            f"rank {rank} can't connect with the ranks of all nodes: let all TCP ports above 1024 pass between the "
+            f"nodes, both ways, at the network interface {interface} (GLOO_SOCKET_IFNAME chooses another): {problem}"
+        ) from None
 
 
 def _peers(rank: int, size: int, nnodes: int, device: torch.device) -> "PeerMemory | None":

@@ -69,6 +69,7 @@ class CoreLink:
         self._cache_listener: CacheListener | None = None
         self._model = core_pb2.ServedModel()
         self._ready = asyncio.Event()
+        self._waiting = 0
         self.state: core_pb2.CoreState | None = None
         """The core's last word; None while it is away."""
         self._told = 0
@@ -143,13 +144,19 @@ class CoreLink:
         missing = "no worker has come" if self.state is not None else "the scheduler core has been away"
         return Unavailable(f"{missing} for {self._timeout:g} s: the scheduler's log says why; try again later")
 
-    async def ready(self) -> core_pb2.ServedModel:
-        """Waits until the core is there and the model known. Raises Unavailable after the timeout, Standby at once."""
+    async def ready(self, *, queues: bool = False) -> core_pb2.ServedModel:
+        """Waits until the core is there and the model known. Raises Unavailable after the timeout, Standby at once.
+
+        `queues`: a request does, which counts as waiting.
+        """
         if not self._ready.is_set():
+            self._waiting += queues
             try:
                 await asyncio.wait_for(self._ready.wait(), self._timeout)
             except TimeoutError:
                 raise self._away() from None
+            finally:
+                self._waiting -= queues
         if self.state is not None:
             self.serving_state()
         return self._model
@@ -184,11 +191,15 @@ class CoreLink:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request by its public id, on whatever frontend it is. Whether there was one."""
+        await self.ready()
         answer = await self._ask(core_pb2.FrontendMessage(abort_by_id=core_pb2.AbortById(request_id=request_id)))
         return bool(answer.found)
 
     async def stats(self, max_requests: int) -> GetStatsResponse:
-        """What the service has done, but for its load."""
+        """What the service has done, but for its load; also before the first worker."""
+        if self.state is None:
+            await self.ready()
+        self.serving_state()
         question = core_pb2.StatsQuestion(max_requests=max_requests)
         answer = await self._ask(core_pb2.FrontendMessage(stats_question=question))
         stats: GetStatsResponse = answer.stats
@@ -196,12 +207,12 @@ class CoreLink:
 
     async def flush_cache(self) -> bool:
         """Has every cached prefix forgotten; False while a request is live anywhere."""
+        await self.ready()
         answer = await self._ask(core_pb2.FrontendMessage(flush_cache=core_pb2.FlushCache()))
         return bool(answer.flushed)
 
     async def _ask(self, message: core_pb2.FrontendMessage) -> Any:
         """The core's answer to a question, which gets its number here. Raises Unavailable where the core dies first."""
-        await self.ready()
         self._last_question = number = self._last_question % _MAX_HANDLE + 1
         kind = message.WhichOneof("kind")
         assert kind is not None
@@ -288,6 +299,7 @@ class CoreLink:
             self._ready.set()
         else:
             self._ready.clear()
+            self._send(core_pb2.FrontendMessage(waiting=core_pb2.Waiting(requests=self._waiting)))
 
     def repeat(self) -> None:
         """Who waits for news is told the state again."""

@@ -100,7 +100,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             raise Unavailable("this server shuts down; try another")
 
     async def _start(self, request: pb.GenerateRequest, request_id: str, record: Record, client: str) -> Generation:
-        model = await self._link.ready()
+        model = await self._link.ready(queues=True)
         check_request(request, model)
         request.cache_salt = caller.get().scoped(request.cache_salt)
         prompt = await self._prompt(request, model)

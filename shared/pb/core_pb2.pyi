@@ -72,6 +72,7 @@ class FrontendMessage(_message.Message):
     WATCH_CACHE_FIELD_NUMBER: _builtins.int
     FLUSH_CACHE_FIELD_NUMBER: _builtins.int
     LED_BEFORE_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit:
         """A new sequence."""
@@ -108,6 +109,10 @@ class FrontendMessage(_message.Message):
     def led_before(self) -> Global___LedBefore:
         """To a core that took another's place, which led."""
 
+    @_builtins.property
+    def waiting(self) -> Global___Waiting:
+        """After each state without a model."""
+
     def __init__(
         self,
         *,
@@ -120,16 +125,39 @@ class FrontendMessage(_message.Message):
         watch_cache: Global___WatchCache | None = ...,
         flush_cache: Global___FlushCache | None = ...,
         led_before: Global___LedBefore | None = ...,
+        waiting: Global___Waiting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "led_before", b"led_before", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "led_before", b"led_before", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "waiting", b"waiting", "watch_cache", b"watch_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "led_before", b"led_before", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_by_id", b"abort_by_id", "cancel", b"cancel", "flush_cache", b"flush_cache", "kind", b"kind", "led_before", b"led_before", "mask_ready", b"mask_ready", "request_ended", b"request_ended", "stats_question", b"stats_question", "submit", b"submit", "waiting", b"waiting", "watch_cache", b"watch_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question", "watch_cache", "flush_cache", "led_before"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["submit", "cancel", "abort_by_id", "mask_ready", "request_ended", "stats_question", "watch_cache", "flush_cache", "led_before", "waiting"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___FrontendMessage: _TypeAlias = FrontendMessage  # noqa: Y015
+
+@_typing.final
+class Waiting(_message.Message):
+    """Before the first worker a request can't be checked, so it waits in its frontend."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """How many do."""
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):

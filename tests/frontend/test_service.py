@@ -56,6 +56,18 @@ def test_tokenize_and_detokenize_are_the_tokenizer_s(model: Path, tokenizer: Tok
     run(scenario())
 
 
+@pytest.mark.parametrize("method", ["Tokenize", "Generate"])
+def test_a_request_that_can_t_be_decoded_is_the_caller_s_mistake(model: Path, method: str) -> None:
+    async def scenario() -> None:
+        async with serving(model) as served:
+            call = served.channel.unary_unary(f"/tandem.v1.GenerationService/{method}")
+            with pytest.raises(aio.AioRpcError, match="request: can't be decoded") as refused:
+                await call(b"\xff")
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(scenario())
+
+
 def test_model_info_and_load_tell_what_the_core_says(model: Path) -> None:
     async def scenario() -> None:
         async with serving(model, model_name="fox") as served:

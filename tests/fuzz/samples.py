@@ -32,6 +32,7 @@ FRONTEND_MESSAGES = (
     core_pb2.FrontendMessage(cancel=core_pb2.Cancel(handle=1)),
     core_pb2.FrontendMessage(abort_by_id=core_pb2.AbortById(question=1, request_id="2")),
     core_pb2.FrontendMessage(watch_cache=core_pb2.WatchCache(watch=True)),
+    core_pb2.FrontendMessage(waiting=core_pb2.Waiting(requests=2)),
 )
 
 # The core's, to a frontend whose second sample has logprobs of 2 tokens for each of its own and of its prompt.

@@ -74,4 +74,20 @@ DAMAGES = (
         "runs tandem-worker:latest",
         lambda things: container(things).update(image="tandem-worker:latest"),
     ),
+    Damage(
+        "claims_hold_the_model",
+        "asks for 600Gi, the weights of Qwen3-8B are 16.4 GB",
+        lambda things: spec(things, "PersistentVolumeClaim", "tandem-model")["resources"]["requests"].update(
+            storage="600Gi"
+        ),
+        "gpu-1",
+    ),
+    Damage(
+        "claims_hold_the_model",
+        "the weights of Qwen3-235B-A22B are 470.0 GB",
+        lambda things: spec(things, "PersistentVolumeClaim", "tandem-model")["resources"]["requests"].update(
+            storage="440Gi"
+        ),
+        "lws-multinode",
+    ),
 )

@@ -15,6 +15,8 @@ ALLOWED_VOLUMES = (
     *("image", "persistentVolumeClaim", "projected", "secret"),
 )
 """Of the pod security standard."""
+PARAMETERS = {"Qwen3-8B": 8.2e9, "Qwen3-14B": 14.8e9, "Qwen3-235B-A22B": 235e9}
+"""As the models' cards have it."""
 USER = {"runAsNonRoot": True, "runAsUser": 10001, "fsGroup": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
 """That of the images."""
 
@@ -120,6 +122,15 @@ def images_are_of_this_version(things: Things) -> Iterator[str]:
                 yield f"{container.name}: runs {container.thing['image']}"
 
 
+def claims_hold_the_model(things: Things) -> Iterator[str]:
+    """Its weights in bfloat16 with what lies beside them, and not several times as much."""
+    (told,) = (thing["data"] for thing in of_kind(things, "ConfigMap") if "MODEL_NAME" in thing["data"])
+    for claim in of_kind(things, "PersistentVolumeClaim"):
+        weights, size = 2 * PARAMETERS[told["MODEL_NAME"]], claim["spec"]["resources"]["requests"]["storage"]
+        if not 1.1 * weights < quantity(size) < 1.5 * weights:
+            yield f"{title(claim)}: asks for {size}, the weights of {told['MODEL_NAME']} are {weights / 1e9:.1f} GB"
+
+
 RULES = (
     selectors_are_the_templates_labels,
     mounts_are_declared,
@@ -128,4 +139,5 @@ RULES = (
     pods_are_restricted,
     spread_counts_one_revision,
     images_are_of_this_version,
+    claims_hold_the_model,
 )

@@ -13,12 +13,16 @@ import pytest
 
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.engine import Engine
+from scheduler_svc.frontend.config import FrontendConfig
+from scheduler_svc.frontend.main import Frontend
 from scheduler_svc.served_core import Outgrown
 from scheduler_svc.worker_client import Misfit
 from shared.errors import StartupError
 from shared.framing import read_message, write_message
-from shared.pb import core_pb2, worker_pb2_grpc
+from shared.pb import core_pb2, generation_pb2_grpc, worker_pb2_grpc
+from shared.pb import generation_pb2 as pb
 from shared.ports import find_free
+from shared.rpc import make_channel
 from shared.types import StepPlan, StepResult, WorkerDescription
 from shared.wire import description_to_pb
 from tandem.models import model_folder
@@ -100,6 +104,34 @@ def test_requests_end_where_no_worker_ever_comes(tmp_path: Path) -> None:
             assert (ended.handle, ended.failure.code) == (1, grpc.StatusCode.UNAVAILABLE.value[0])
             assert "no worker for 2 s: the scheduler's log says why" in ended.failure.message
             assert engine.held == 0
+
+    asyncio.run(scenario())
+
+
+def test_statistics_tell_before_the_first_worker_who_is_asked_and_how_many_wait(tmp_path: Path) -> None:
+    """By a real frontend, where requests wait that nobody can check yet; asked for at once, not when a worker comes."""
+
+    async def scenario() -> None:
+        async with served(tmp_path, groups=2) as (engine, _, _):
+            frontend = Frontend(FrontendConfig(model_folder("tiny"), tmp_path / "core.sock"))
+            await frontend.start()
+            async with make_channel(f"127.0.0.1:{frontend.port}") as channel:
+                stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+                calls = [stub.Generate(pb.GenerateRequest(text="The")) for _ in range(2)]
+                await until_queued(stub, 2)
+                workers = (await stub.GetStats(pb.GetStatsRequest())).load.workers
+                asked = {link.endpoint for link in engine.workers.links.values()}
+                assert {worker.endpoint for worker in workers} == asked
+                assert all(worker.problem and not worker.connected for worker in workers)
+                for call in calls:
+                    call.cancel()
+                await until_queued(stub, 0)
+            await frontend.stop()
+
+    async def until_queued(stub: Any, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await stub.GetStats(pb.GetStatsRequest(), wait_for_ready=True)).load.queued != count:
+                await asyncio.sleep(0.02)
 
     asyncio.run(scenario())
 

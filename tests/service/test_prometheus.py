@@ -98,6 +98,35 @@ def test_the_rules_are_sound_and_silent_while_all_is_well(ask: Ask) -> None:
         assert (rule["health"], rule["state"]) == ("ok", "inactive"), rule
 
 
+RETRYING = """
+rule_files: [{rules}]
+evaluation_interval: 15s
+tests:
+  - interval: 15s
+    input_series:
+      - {{series: "tandem_build_info", values: "1x100"}}
+      - {{series: "tandem_leading{{instance='s'}}", values: "1x100"}}
+      - {{series: "tandem_group_connected{{instance='s', worker='w'}}", values: "1x8 0x90"}}
+      - {{series: "tandem_requests_total{{instance='s', finished_reason='stop'}}", values: "100x100"}}
+      - {{series: "tandem_requests_total{{instance='s', finished_reason='unavailable'}}", values: "0x12 5x86"}}
+    alert_rule_test:
+      - {{eval_time: 20m, alertname: TandemErrors, exp_alerts: []}}
+      - eval_time: 20m
+        alertname: TandemNoWorker
+        exp_alerts:
+          - exp_labels: {{instance: s, severity: critical}}
+            exp_annotations: {{summary: "{summary}"}}
+"""
+"""The worker is gone after two minutes; five requests end UNAVAILABLE a minute later, and their clients only retry."""
+
+
+@needs_prometheus
+def test_who_is_without_a_worker_is_told_so_for_as_long_as_clients_only_retry(tmp_path: Path) -> None:
+    summary = "s has no worker: requests wait, and end UNAVAILABLE after --worker-loss-timeout."
+    (tmp_path / "test.yml").write_text(RETRYING.format(rules=RULES, summary=summary))
+    subprocess.run(["promtool", "test", "rules", str(tmp_path / "test.yml")], check=True, stdout=subprocess.DEVNULL)
+
+
 @needs_prometheus
 def test_promtool_finds_nothing() -> None:
     subprocess.run(["promtool", "check", "rules", str(RULES)], check=True, stdout=subprocess.DEVNULL)

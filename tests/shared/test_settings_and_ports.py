@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import StartupError
 from shared.ports import address, find_free, require_free
-from shared.settings import check_bounds, from_json, to_json
+from shared.settings import check_bounds, check_distinct, from_json, to_json
 
 
 @dataclass(frozen=True)
@@ -65,3 +65,7 @@ def test_a_value_out_of_bounds(count: int, seconds: float) -> None:
 
 def test_values_within_bounds() -> None:
     check_bounds(Settings(Path("."), ()), ("count", "seconds"), 1, 4)
+
+
+def test_ports_that_are_none_or_any_are_not_the_same() -> None:
+    check_distinct({"--port": 0, "--health-port": None, "--metrics-port": 0, "--master-port": None})

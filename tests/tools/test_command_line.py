@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from shared.errors import StartupError
 from shared.ports import find_free
 from shared.process import STARTUP_FAILED
 from shared.security import ClientSecurity
@@ -152,6 +153,30 @@ def test_a_mistake_is_one_line_that_says_what_to_do(tmp_path: Path, words: str, 
     assert result.returncode == status and not result.stdout
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("tandem:")]
     assert named in line and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "port"),
+    [
+        ("scheduler --model tiny --workers a:1 --health-port 50051", "--port and --health-port", 50051),
+        ("scheduler --model tiny --workers a:1 --port 5 --metrics-port 5", "--port and --metrics-port", 5),
+        ("worker --model tiny --health-port 9 --metrics-port 9", "--health-port and --metrics-port", 9),
+        ("worker --model tiny --nnodes 2 --master-addr a --port 29500", "--port and --master-port", 29500),
+        ("serve --health-port 50051", "--port and --health-port", 50051),
+        ("serve --workers 2 --metrics-port 50049", "--port and --metrics-port of worker 1", 50051),
+        ("openai --http-metrics-port 8000", "--http-port and --http-metrics-port", 8000),
+        ("openai --port 8000", "--http-port and --port", 8000),
+    ],
+)
+def test_a_port_that_is_given_twice_is_told_with_both_flags(words: str, flags: str, port: int) -> None:
+    with mock.patch("tandem.cli.configure_logging"):
+        result = CliRunner().invoke(app, words.split())
+    assert isinstance(result.exception, StartupError)
+    assert str(result.exception) == f"{flags} are both {port}: give each a port of its own"
+
+
+def test_a_group_of_one_node_does_not_listen_where_nodes_meet() -> None:
+    assert WorkerConfig("model", port=29500).nnodes == 1
 
 
 def test_who_met_a_server_is_not_told_to_start_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,23 @@ def test_a_worker_that_does_not_serve_takes_one_line() -> None:
     assert shown.count("ipv4") == sum(line.count("ipv4") for line in lines), "the rest is cut off"
 
 
+@pytest.mark.parametrize(
+    ("queued", "workers", "told"),
+    [
+        (3, (WorkerLoad("a:5", False, 0, 0, 0, problem="it loads its model"),), "3 requests wait: none of these"),
+        (1, (), "1 request waits: the names of --workers have no address"),
+    ],
+)
+def test_before_the_first_worker_it_says_who_was_asked_and_who_waits(
+    queued: int, workers: tuple[WorkerLoad, ...], told: str
+) -> None:
+    """And does not ask for the model, which nobody knows: the service would answer when the first worker comes."""
+    watch = Watch(Nameless(*[replace(STATS, load=Load(queued, 0, 0, workers))] * 2), "host:1")  # type: ignore[arg-type]
+    shown = text(watch.frame())
+    assert f"no worker yet, {told}" in shown and "host:1" in shown and "tokens/s" not in shown
+    assert all(worker.endpoint in shown and worker.problem in shown for worker in workers)
+
+
 def test_nothing_has_ended_yet() -> None:
     assert "finished" not in text(frame()) and "latest 0 finished" in text(frame(latest=(request(1, outcome="x"),)))
 
@@ -95,6 +112,13 @@ class Scripted:
 
     def stats(self, max_requests: int) -> Stats:
         return self._answers.pop(0)
+
+
+class Nameless(Scripted):
+    """One before its first worker."""
+
+    def model_info(self) -> ModelInfo:
+        raise AssertionError("nobody knows the model yet")
 
 
 def test_rates_are_differences_and_a_new_core_process_begins_at_zero() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +22,9 @@ from shared.model_config import load_model_config
 from tests.patience import PATIENCE_S
 from tests.worker.model_folder import write_model, write_moe_model
 from tests.worker.tensor_parallel_rank import outputs
+from worker_svc import parallel
 from worker_svc.model_checks import check_degree
-from worker_svc.parallel import TensorParallel, _connect, _peers
+from worker_svc.parallel import TensorParallel, _connect, _peers, join
 from worker_svc.store import Store
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -63,10 +65,22 @@ def test_ranks_on_other_devices_are_told_so() -> None:
     """As of --device auto, where one node's GPUs are missing: NCCL would wait for them for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         store = Store("127.0.0.1", listener.getsockname()[1], "epoch", 2)
-        first = pool.submit(_connect, replace(store, listener=os.dup(listener.fileno())), 0, torch.device("cuda"))
+        first = pool.submit(_connect, replace(store, listener=os.dup(listener.fileno())), 0, 2, torch.device("cuda"))
         with pytest.raises(StartupError, match="--device: rank 0 runs on cuda, rank 1 on cpu"):
-            _connect(store, 1, torch.device("cpu"))
+            _connect(store, 1, 2, torch.device("cpu"))
         first.result()
+
+
+def test_ranks_that_do_not_reach_each_other_say_which_ports_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a firewall that lets the store's port pass alone. Here the other rank never gets to its own part."""
+    monkeypatch.setattr(parallel, "_TRIAL", timedelta(seconds=0.1))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        store = Store("127.0.0.1", listener.getsockname()[1], "epoch", 2)
+        first = pool.submit(join, 0, 2, replace(store, listener=os.dup(listener.fileno())), torch.device("cpu"))
+        _connect(store, 1, 2, torch.device("cpu"))
+        with pytest.raises(StartupError, match=r"rank 0 can't connect .* all TCP ports above 1024 .* interface lo"):
+            first.result(PATIENCE_S)
 
 
 def test_gpus_that_do_not_reach_each_other_leave_it_to_nccl() -> None:
