@@ -10,6 +10,8 @@ INSTALL := install --quiet --no-compile
 # Both environments are made at the same time; installing the project itself writes into its folder.
 ALONE := flock pyproject.toml
 export OMP_NUM_THREADS := 1
+# Hundreds of processes start. Where Python may not keep what it compiled, each compiles all that it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint types stubs protos core unit service test-net manifests image-check kube-demo lock fuzz soak audit clean
 
