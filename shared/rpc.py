@@ -81,7 +81,8 @@ ACTIVE_ENDPOINT = "tandem-active-endpoint"
 """Trailing metadata of a standby: host:port of the active scheduler, empty where it is not known."""
 REQUEST_ID = "tandem-request-id-bin"
 """Initial metadata of Generate, sent when the request is accepted, which may be long before its first token. A client
-that loses its server afterwards may go on elsewhere; one that never got it learns at once that nobody serves."""
+that loses its server afterwards may go on elsewhere; one that never got it learns at once that nobody serves. The
+trailing metadata have it too: gRPC's asyncio client forgets the initial ones where a call ends as soon as they come."""
 
 _KINDS = {code.value[0]: kind for kind, code in STATUS_CODES.items() if kind is not errors.Standby}
 
@@ -118,7 +119,7 @@ async def _abort(context: Any, error: Exception) -> None:
         trailers = ((ABORTED, "by-id"),)
     elif isinstance(error, errors.Standby):
         trailers = ((ACTIVE_ENDPOINT, error.active),)
-    await context.abort(code, str(error), trailers)
+    await context.abort(code, str(error), (*(context.trailing_metadata() or ()), *trailers))
 
 
 class ErrorInterceptor(aio.ServerInterceptor):

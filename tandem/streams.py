@@ -70,7 +70,8 @@ class _Stream(Generic[C]):
         """Seconds until the next attempt. Raises the error that the caller must see."""
         if self._is_closed:
             raise Aborted(CLOSED)
-        if any(key == REQUEST_ID for key, _ in error.initial_metadata() or ()):
+        metadata = *(error.initial_metadata() or ()), *(error.trailing_metadata() or ())
+        if any(key == REQUEST_ID for key, _ in metadata):
             self._patience.accepted()
         reason = error_of(error, self._connections.security)
         self._connections.failed(self._stub, reason)

@@ -77,7 +77,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         try:
             generation = await self._start(request, request_id, record, client_of(context, self._fair_by))
             try:
-                await context.send_initial_metadata(((REQUEST_ID, request_id.encode()),))
+                accepted = ((REQUEST_ID, request_id.encode()),)
+                context.set_trailing_metadata(accepted)
+                await context.send_initial_metadata(accepted)
                 while (response := await generation.next()) is not None:
                     record.count(response)
                     yield response

@@ -1,5 +1,6 @@
 """A stream that loses its server goes on: through a real frontend before a core that ends calls on cue."""
 
+import asyncio
 import itertools
 import threading
 import time
@@ -160,6 +161,21 @@ def test_a_request_that_was_accepted_is_resumed_before_its_first_token(server: S
     answers = iter([([], LOST), ([8], length())])
     server.answer = lambda submit: next(answers)
     assert client.complete("The").samples[0].token_ids == (8,)
+
+
+def test_acceptance_counts_where_its_metadata_come_with_the_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC's asyncio client then has no initial metadata."""
+    monkeypatch.setattr(grpc.aio.AioRpcError, "initial_metadata", lambda _: grpc.aio.Metadata())
+    answers = iter([([], LOST), ([], failed(8, "full", 1)), ([8], length())])
+    server.answer = lambda submit: next(answers)
+
+    async def asked() -> tuple[int, ...]:
+        async with tandem.AsyncClient(server.endpoint) as client:
+            return tuple((await client.complete("The")).samples[0].token_ids)
+
+    assert asyncio.run(asked()) == (8,)
 
 
 def test_patience_ends(server: Server) -> None:

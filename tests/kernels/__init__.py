@@ -3,8 +3,13 @@
 import torch
 from torch import Tensor
 
+from tests.kernels import interpreter
+
 COMPILED = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
+
+if not COMPILED:
+    interpreter.quicken()
 
 DTYPES = (torch.float32, torch.bfloat16)
 

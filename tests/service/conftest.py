@@ -4,13 +4,20 @@ import pytest
 
 LONGEST = (
     "test_soak",
-    "test_net",
     "test_loss",
     "test_standby",
-    "test_nodes",
+    "test_program",
+    "test_stopped",
     "test_groups",
-    "test_step_faults",
+    "test_net",
+    "test_openai",
+    "test_constrain",
+    "test_nodes",
+    "test_security",
+    "test_sampling",
+    "test_tools",
     "test_resume",
+    "test_step_faults",
 )
 
 

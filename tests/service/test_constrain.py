@@ -16,8 +16,8 @@ import pytest
 from shared.pb import generation_pb2 as pb
 from tandem import Client, InvalidRequest
 from tests.patience import PATIENCE_S
+from tests.service.losses import disturbed, kill, survives
 from tests.service.tandem_process import Output, Tandem, generate_all, running, until_idle
-from tests.service.test_loss import disturbed, kill, survives
 
 PROMPT = "It is a truth universally"
 SCHEMA = {

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from shared.pb import generation_pb2 as pb
 from tandem import tiny
+from tests.service.losses import disturbed, kill
 from tests.service.tandem_process import generate_all, running, until_idle
-from tests.service.test_loss import disturbed, kill
 
 PROMPT = "It is a truth universally acknowledged"
 

@@ -44,12 +44,11 @@ def request(number: int, max_tokens: int = 40) -> pb.GenerateRequest:
     return made
 
 
-async def follow(channel: aio.Channel, wanted: pb.GenerateRequest, tenant: str, ended: list[str]) -> Output:
+async def follow(channel: aio.Channel, wanted: pb.GenerateRequest, tenant: str) -> Output:
     output = Output()
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
     async for response in stub.Generate(wanted, metadata=(("x-tenant", tenant),)):
         output.add(response)
-    ended.append(tenant)
     return output
 
 
@@ -60,27 +59,36 @@ async def until_live(service: Tandem, requests: int) -> None:
             await asyncio.sleep(0.05)
 
 
+async def latest(service: Tandem, count: int) -> list[str]:
+    """Ids of requests in the order in which they ended at the server: a client that comes late sees several at once."""
+    async with aio.insecure_channel(service.endpoint) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        stats = await stub.GetStats(pb.GetStatsRequest(max_requests=count))
+    return [one.request_id for one in reversed(stats.latest)]
+
+
 def test_one_tenant_s_flood_does_not_delay_another_and_a_lost_worker_changes_nothing(
     service: Tandem, still: StandingStill
 ) -> None:
     wanted = [request(number) for number in range(5)]
     expected = asyncio.run(generate_all(service.endpoint, wanted))
 
-    async def scenario() -> tuple[list[Output], list[str]]:
-        ended: list[str] = []
+    async def scenario() -> list[Output]:
         (rank,) = service.processes("rank")
         async with aio.insecure_channel(service.endpoint) as channel:
             with still.now():
                 streams = []
                 for number, tenant in enumerate(["flood"] * 4 + ["other"], 1):
-                    streams.append(asyncio.create_task(follow(channel, wanted[number - 1], tenant, ended)))
+                    wanted[number - 1].request_id = f"{tenant} {number}"
+                    streams.append(asyncio.create_task(follow(channel, wanted[number - 1], tenant)))
                     await until_live(service, number)
                 rank.kill()
-            return await asyncio.gather(*streams), ended
+            return await asyncio.gather(*streams)
 
-    outputs, ended = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+    outputs = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert [(output.token_ids, output.text) for output in outputs] == [(o.token_ids, o.text) for o in expected]
-    assert ended[2] == "other", "after the one that ran and the one that waited first"
+    ended = asyncio.run(latest(service, len(wanted)))
+    assert ended[2] == "other 5", "after the one that ran and the one that waited first"
     asyncio.run(until_idle(service.endpoint))
 
 
@@ -90,12 +98,12 @@ def test_who_is_refused_is_told_when_to_come_again_and_the_client_library_does(
     async def scenario() -> None:
         async with aio.insecure_channel(service.endpoint) as channel, AsyncClient(service.endpoint) as client:
             with still.now():
-                streams = [asyncio.create_task(follow(channel, request(0, 5), "a", []))]
+                streams = [asyncio.create_task(follow(channel, request(0, 5), "a"))]
                 await until_live(service, 1)
-                streams += [asyncio.create_task(follow(channel, request(0, 5), "a", [])) for _ in range(PLACES)]
+                streams += [asyncio.create_task(follow(channel, request(0, 5), "a")) for _ in range(PLACES)]
                 await until_live(service, 1 + PLACES)
                 with pytest.raises(aio.AioRpcError) as refused:
-                    await follow(channel, request(1), "b", [])
+                    await follow(channel, request(1), "b")
                 assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 trailers = dict(refused.value.trailing_metadata() or ())
                 status, hint = status_pb2.Status(), error_details_pb2.RetryInfo()
@@ -115,7 +123,7 @@ def test_a_deadline_that_passes_in_the_queue_costs_no_step(service: Tandem, stil
         async with aio.insecure_channel(service.endpoint) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             with still.now():
-                first = asyncio.create_task(follow(channel, request(0), "a", []))
+                first = asyncio.create_task(follow(channel, request(0), "a"))
                 await until_live(service, 1)
                 late = request(1)
                 late.request_id = "late"

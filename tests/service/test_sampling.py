@@ -25,9 +25,8 @@ from shared.pb import generation_pb2 as pb
 from tandem import Client, InvalidRequest
 from tandem.models import model_folder
 from tests.patience import PATIENCE_S
+from tests.service.losses import STEP_TIMEOUT_S, disturbed, kill
 from tests.service.tandem_process import Output, Tandem, follow, generate_all, running, until_idle
-from tests.service.test_loss import STEP_TIMEOUT_S, disturbed, kill
-from tests.worker.model_folder import reference_logits
 from tests.worker.rules_oracle import adjusted, assert_near, entry_of
 
 PROMPT = "It is a truth universally acknowledged, that a single man"
@@ -58,6 +57,8 @@ def ids_of(text: str) -> list[int]:
 
 
 def logits_of(tokens: list[int]) -> np.ndarray:
+    from tests.worker.model_folder import reference_logits  # with transformers, in every process that collects tests
+
     return reference_logits(model_folder("tiny"), tokens, torch.float64).numpy()
 
 

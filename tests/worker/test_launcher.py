@@ -184,6 +184,14 @@ def test_ranks_keep_nvlink_multicast_off() -> None:
     assert {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}.items() <= rank_environment().items()
 
 
+def test_ranks_keep_what_they_allocate_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator's own choice stands."""
+    monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
+    assert int(rank_environment()["MALLOC_TOP_PAD_"]) >= 16 << 20
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
+    assert rank_environment()["MALLOC_TOP_PAD_"] == "0"
+
+
 def refused(log: Path, model: Path, **settings: Any) -> str:
     """The one line of a group that can't start."""
     group = Group(log, model, **settings)
