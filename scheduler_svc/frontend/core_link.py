@@ -161,6 +161,16 @@ class CoreLink:
             self.serving_state()
         return self._model
 
+    async def _reached(self) -> None:
+        """Waits until the core is there, whatever it knows. Raises as ready() does."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                while self.state is None:
+                    await self._news.wait()
+        except TimeoutError:
+            raise self._away() from None
+        self.serving_state()
+
     def serving_state(self) -> core_pb2.CoreState:
         """The core's last word. Raises Unavailable while it is away, Standby where another scheduler serves."""
         if self.state is None:
@@ -197,9 +207,7 @@ class CoreLink:
 
     async def stats(self, max_requests: int) -> GetStatsResponse:
         """What the service has done, but for its load; also before the first worker."""
-        if self.state is None:
-            await self.ready()
-        self.serving_state()
+        await self._reached()
         question = core_pb2.StatsQuestion(max_requests=max_requests)
         answer = await self._ask(core_pb2.FrontendMessage(stats_question=question))
         stats: GetStatsResponse = answer.stats
@@ -299,6 +307,7 @@ class CoreLink:
             self._ready.set()
         else:
             self._ready.clear()
+        if not self._model.vocabulary_size:  # also to a standby, which has refused those that it was told of
             self._send(core_pb2.FrontendMessage(waiting=core_pb2.Waiting(requests=self._waiting)))
 
     def repeat(self) -> None:

@@ -19,6 +19,10 @@ Answer = tuple[Sequence[int], core_pb2.Ended | None]
 """Tokens, and how the sequence ends after them; None leaves it open."""
 
 
+UPTIME_S = 5.0
+"""As the statistics have it."""
+
+
 def length() -> core_pb2.Ended:
     """The end by max_tokens."""
     return core_pb2.Ended(length=core_pb2.LengthReached())
@@ -61,6 +65,8 @@ class FakeCore:
         self.requests_ended: list[RequestStats] = []
         self.led_before: list[int] = []
         """What LedBefore messages said."""
+        self.waiting: list[int] = []
+        """What Waiting messages said."""
         self.connections = 0
         self.answer_aborts = True
         self.watched: list[bool] = []
@@ -122,8 +128,13 @@ class FakeCore:
             self.requests_ended.append(message.request_ended)
         elif kind == "led_before":
             self.led_before.append(message.led_before.term)
+        elif kind == "waiting":
+            self.waiting.append(message.waiting.requests)
         elif kind == "watch_cache":
             self.watched.append(message.watch_cache.watch)
+        elif kind == "stats_question":
+            stats = core_pb2.StatsAnswer(question=message.stats_question.question, stats={"uptime_s": UPTIME_S})
+            self._send(core_pb2.CoreMessage(stats_answer=stats))
         elif kind == "flush_cache":
             self.refused_flushes -= 1
             answer = core_pb2.FlushAnswer(question=message.flush_cache.question, flushed=self.refused_flushes < 0)

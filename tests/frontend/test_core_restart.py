@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from shared.pb import core_pb2
 from shared.pb import generation_pb2 as pb
-from tests.frontend.fake_core import ids, length, until
+from tests.frontend.fake_core import UPTIME_S, ids, length, until
 from tests.frontend.harness import collect, rest, run, serving
 
 
@@ -71,6 +71,22 @@ def test_a_core_that_stays_away_ends_waiting_and_running_requests(model: Path) -
                 assert error.value.code() == grpc.StatusCode.UNAVAILABLE
             with pytest.raises(aio.AioRpcError, match="restarts"):
                 await served.stub.GetLoad(pb.GetLoadRequest())
+
+    run(scenario())
+
+
+def test_statistics_wait_for_the_core_and_not_for_its_first_worker(model: Path) -> None:
+    async def scenario() -> None:
+        async with serving(model) as served:
+            link = served.frontend.link
+            link._model = core_pb2.ServedModel()
+            served.core.die()
+            await until(lambda: link.state is None)
+            asked = asyncio.create_task(link.stats(0))
+            await asyncio.sleep(0)
+            served.core.state = core_pb2.CoreState()
+            await served.core.start()
+            assert (await asked).uptime_s == UPTIME_S
 
     run(scenario())
 

@@ -58,6 +58,25 @@ def test_a_standby_says_at_once_who_serves(model: Path) -> None:
     run(scenario())
 
 
+def test_a_standby_s_core_learns_that_nobody_waits_any_more(model: Path) -> None:
+    """Its count is what autoscalers see, and it has no other way to know that those before it were refused."""
+
+    async def scenario() -> None:
+        async with serving(model) as served:
+            served.frontend.link._model = core_pb2.ServedModel()
+            await told(served, core_pb2.CoreState())
+            waiting = asyncio.create_task(refused(collect(served.stub.Generate(pb.GenerateRequest(text="a")))))
+            await until(lambda: served.frontend.service.live == 1)
+            served.core.tell(core_pb2.CoreState())
+            await until(lambda: served.core.waiting[-1:] == [1])
+            await told(served, STANDS_BY)
+            assert (await waiting).code() is StatusCode.UNAVAILABLE
+            served.core.tell(STANDS_BY)
+            await until(lambda: served.core.waiting[-1:] == [0])
+
+    run(scenario())
+
+
 def test_peers_hear_the_core_s_words_and_its_silence(model: Path, tmp_path: Path) -> None:
     """Without a token, which clients need."""
 
