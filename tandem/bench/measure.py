@@ -53,10 +53,11 @@ class Point:
     gap_p50_ms: float
     gap_p99_ms: float
     tpot_ms: float
-    """Mean over the streams of (last - first) / tokens after the first message, with what later streams' prompts take;
-    0 without any."""
+    """Mean of (last - first) / tokens after the first message, with what later streams' prompts take, over the streams
+    that have such; 0 where none has."""
     decode_ms: float
-    """From when every stream had begun to the end, per further token; 0 where streams differ in length."""
+    """From when every stream had begun to the end, per further token; 0 where streams differ in length, or the last one
+    to begin had all of its tokens at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ def _measured(what: str, start: float, goals: Goals, seen: list[Any]) -> Measure
         ttft_p99_ms=_percentile(ttft, 99),
         gap_p50_ms=_percentile(gaps * 1e3, 50),
         gap_p99_ms=_percentile(gaps * 1e3, 99),
-        tpot_ms=round(float(tpot.mean()), 3),
+        tpot_ms=round(float(tpot[later > 0].mean()), 3) if later.any() else 0.0,
         decode_ms=_decode_ms(first, last, tokens, later),
     )
     return Measured(point, ttft, gaps * 1e3, times - start, counts, errors)
