@@ -26,7 +26,7 @@ demo: $(VENV)/.runs
 # is over; tests of services, which take longest, are shown as they go. BESIDE: what else may be done while they wait.
 BESIDE ?=
 test:
-	$(MAKE) --jobs=3 --output-sync=target $(if $(shell command -v npm),$(MANIFESTS)/.runs) core unit lint stubs types
+	$(MAKE) --jobs=3 --output-sync=target core unit lint stubs types
 	$(MAKE) --jobs=2 service $(BESIDE)
 
 $(BIN)/pip:
@@ -55,7 +55,7 @@ lint: $(VENV)/.develops
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	cd protos && ../$(BIN)/buf lint
+	cd protos && $(abspath $(BIN))/buf lint
 
 types: $(VENV)/.develops
 	$(BIN)/mypy shared scheduler_svc worker_svc tandem bench
@@ -70,8 +70,9 @@ protos: $(VENV)/.develops
 core: $(VENV)-scheduler/.runs
 	$(VENV)-scheduler/bin/python -m pytest tests/core tests/shared
 
-# Tests of every other part alone. A third of the time they wait: one more runs at once than there are cores.
-unit: $(VENV)/.develops
+# Tests of every other part alone. A third of the time they wait: one more runs at once than there are cores. Those of
+# deploy/k8s skip themselves unless their tools are there before they begin.
+unit: $(VENV)/.develops $(if $(shell command -v npm),$(MANIFESTS)/.runs)
 	$(BIN)/python -m pytest -n $$(($(CORES) + 1)) --dist worksteal tests $(patsubst %,--ignore tests/%,core shared service net images)
 
 # Tests of all parts together: real processes, real gRPC, killed and stopped. A file shares its services. They wait for
