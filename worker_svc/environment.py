@@ -14,17 +14,17 @@ _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 # Torch's own watch over NCCL reads the rendezvous file, which is gone once all ranks are warm; the launcher watches.
 _NO_WATCHDOG = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
-# Tensors of a step come and go on the host. glibc would give their memory back to the kernel at once, which zeroes it
-# page by page for the next step: a third of a rank's work on CPUs.
-_TOP_PAD = "MALLOC_TOP_PAD_"
-_TOP_PAD_BYTES = 32 << 20
+# Tensors of a step come and go on the host. glibc would give their memory back to the kernel, which zeroes it page by
+# page for the next step: a third of a rank's work on CPUs. Both bounds are the highest that it would come to by itself;
+# where one is set it searches for neither, and would map what is larger than the other anew in each step.
+_KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
 
 def rank_environment(threads: int = 1, peer_host: str | None = None) -> dict[str, str]:
     """What is to be added. `peer_host` is the address of a node that this one must reach; None: the group is on one
     host, and listens there alone. Raises StartupError where there is no telling how a node is reached."""
     interfaces = dict.fromkeys(_SOCKETS, "lo") if peer_host is None else _interfaces(peer_host)
-    memory = {_TOP_PAD: os.environ.get(_TOP_PAD) or str(_TOP_PAD_BYTES)}
+    memory = {name: os.environ.get(name) or value for name, value in _KEPT.items()}
     return {"OMP_NUM_THREADS": str(threads), **interfaces, **memory, **_NO_MULTICAST, **_NO_WATCHDOG}
 
 

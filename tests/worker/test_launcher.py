@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -184,12 +185,39 @@ def test_ranks_keep_nvlink_multicast_off() -> None:
     assert {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}.items() <= rank_environment().items()
 
 
-def test_ranks_keep_what_they_allocate_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator's own choice stands."""
-    monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
-    assert int(rank_environment()["MALLOC_TOP_PAD_"]) >= 16 << 20
-    monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
-    assert rank_environment()["MALLOC_TOP_PAD_"] == "0"
+STEPS = """
+import ctypes, resource, sys
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+count, size = map(int, sys.argv[1:])
+def step():
+    tensors = [ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size))) for _ in range(count)]
+    for tensor in tensors:
+        ctypes.memset(tensor, 1, size)
+    for tensor in tensors:
+        libc.free(tensor)
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+before = faults()
+for _ in range(10):
+    step()
+print((faults() - before) / 10)
+"""
+"""Prints how many pages each of ten steps gets from the kernel."""
+
+
+@pytest.mark.parametrize(("count", "kilobytes"), [(40, 100), (12, 1024), (6, 4096), (3, 16384)])
+def test_ranks_keep_what_they_allocate_for_the_next_step(count: int, kilobytes: int) -> None:
+    command = [sys.executable, "-c", STEPS, str(count), str(kilobytes << 10)]
+    printed = subprocess.run(command, env={**os.environ, **rank_environment()}, stdout=subprocess.PIPE, check=True)
+    assert float(printed.stdout) < 0.1 * count * kilobytes / 4
+
+
+def test_an_operator_s_own_choice_of_what_ranks_keep_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    assert rank_environment()["MALLOC_TRIM_THRESHOLD_"] == "0"
 
 
 def refused(log: Path, model: Path, **settings: Any) -> str:
