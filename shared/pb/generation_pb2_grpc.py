@@ -79,6 +79,7 @@ class GenerationServiceServicer:
     def Generate(self, request, context):
         """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds. Initial
         metadata (tandem-request-id-bin: the request's id) comes when the request is accepted, before it is computed.
+        Trailing metadata have it too, however the call ends then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,6 +36,7 @@ class GenerationServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds. Initial
     metadata (tandem-request-id-bin: the request's id) comes when the request is accepted, before it is computed.
+    Trailing metadata have it too, however the call ends then.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends a live request by its id, whichever connection started it. Its stream ends with CANCELLED."""
@@ -58,6 +59,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds. Initial
     metadata (tandem-request-id-bin: the request's id) comes when the request is accepted, before it is computed.
+    Trailing metadata have it too, however the call ends then.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a live request by its id, whichever connection started it. Its stream ends with CANCELLED."""
@@ -83,6 +85,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
         """Generates a continuation of one prompt and streams it. Cancelling the call frees everything it holds. Initial
         metadata (tandem-request-id-bin: the request's id) comes when the request is accepted, before it is computed.
+        Trailing metadata have it too, however the call ends then.
         """
 
     @_abc_1.abstractmethod
