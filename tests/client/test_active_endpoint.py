@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from grpc import aio
@@ -19,6 +21,7 @@ from shared.pb import generation_pb2_grpc
 from shared.ports import find_free
 from shared.rpc import make_server
 from tandem import AsyncClient, Client
+from tandem.connections import Connections
 from tests.patience import PATIENCE_S
 
 STATUS = {True: health_pb2.HealthCheckResponse.SERVING, False: health_pb2.HealthCheckResponse.NOT_SERVING}
@@ -186,7 +189,9 @@ def test_a_new_request_finds_who_has_taken_the_place_behind_the_name(two: Two, m
         assert client.complete("a").samples[0].token_ids == (7,)
 
 
-def test_a_new_request_waits_until_one_of_several_endpoints_serves_again(two: Two) -> None:
+def test_a_new_request_waits_until_one_of_several_endpoints_serves_again(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that was served knows that they are no mistake of its user's; one that never was is told at once."""
     with Client(two.endpoints) as client, Client(two.endpoints) as new, ThreadPoolExecutor() as pool:
         assert client.complete("a").samples[0].token_ids == (7,)
@@ -194,7 +199,17 @@ def test_a_new_request_waits_until_one_of_several_endpoints_serves_again(two: Tw
             two.run(scheduler.server.stop(0))
         with pytest.raises(Unavailable):
             new.complete("a")
+        tries, failed = itertools.count(1), Connections.failed
+        refused = threading.Event()  # by both, and then once more
+
+        def count(connections: Connections[Any], *how: Any) -> None:
+            if next(tries) > len(two.schedulers):
+                refused.set()
+            failed(connections, *how)
+
+        monkeypatch.setattr(Connections, "failed", count)
         late = pool.submit(client.complete, "a")
-        time.sleep(0.5)  # both have refused it meanwhile
+        late.add_done_callback(lambda _: refused.set())
+        assert refused.wait(PATIENCE_S) and not late.done()
         two.run(two.schedulers[1].start(HOSTS[1]))
         assert late.result(PATIENCE_S).samples[0].token_ids == (7,)
