@@ -132,7 +132,7 @@ def _attention_kernel(
         is_token = (row >= 0) & (tile < end)
         tile_block = tl.load(table_ptr + tile // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
         tile_start = (tile_block * BLOCK_SIZE + tile % BLOCK_SIZE) * TOKEN_STRIDE + kv_head * HEAD_DIM
-        line = tl.arange(0, (HEAD_DIM + 63) // 64) * 64  # 128 bytes
+        line = tl.arange(0, (HEAD_DIM + 63) // 64) * 64  # 128 bytes of bfloat16
         prefetch(key_ptr + tile_start[:, None] + line[None, :])
         prefetch(value_ptr + tile_start[:, None] + line[None, :])
     wait_for_previous(PDL)
